@@ -1,0 +1,193 @@
+"""Every setting of the tiers: its name, type, default, limits and meaning, in one place.
+
+Values come from a flat mapping (LMCache's ``extra_config``, or the connector's own), and are checked
+here once; nothing else in the package parses or defaults a setting. This module only looks at values:
+it neither creates nor probes a path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 1024**3
+
+#: The two keys by which LMCache finds the class; they stand beside the settings under the same prefix.
+LOADER_KEYS = ("module_path", "class_name")
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The text names the key, the value and what is allowed."""
+
+
+def _number(low: float, high: float = math.inf, *, above: bool = False, integer: bool = False) -> Callable[..., Any]:
+    kind = "a whole number" if integer else "a number"
+    bound = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+
+    def parse(value: Any) -> Any:
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value)
+            if integer and number != int(number):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{kind} {bound}") from None
+        if not math.isfinite(number) or number > high or (number <= low if above else number < low):
+            raise ValueError(f"{kind} {bound}")
+        return int(number) if integer else number
+
+    return parse
+
+
+def _boolean(value: Any) -> bool:
+    text = str(value).strip().lower()
+    if text in ("true", "1"):
+        return True
+    if text in ("false", "0"):
+        return False
+    raise ValueError("true or false")
+
+
+def _choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if isinstance(value, bool):  # YAML reads a bare on or off as a boolean
+            value = "on" if value else "off"
+        if str(value) not in allowed:
+            raise ValueError(" or ".join(repr(choice) for choice in allowed))
+        return str(value)
+
+    return parse
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError("the path of a directory")
+    return os.path.abspath(os.path.expanduser(value))
+
+
+def _mode(value: Any) -> int:
+    allowed = "an octal mode with rwx for the owner, such as '0700' or '0750'"
+    try:  # YAML already reads a bare 0700 as octal; quoted text is read as octal here
+        mode = int(value, 8) if isinstance(value, str) else int(value)
+    except (TypeError, ValueError):
+        raise ValueError(allowed) from None
+    if isinstance(value, bool) or not 0 <= mode <= 0o777 or mode & 0o700 != 0o700:
+        raise ValueError(allowed)
+    return mode
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError("a text")
+    return None if value is None else str(value)
+
+
+def default_cold_path() -> str:
+    """``lmcache-hs`` in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "lmcache-hs")
+
+
+def _setting(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
+    metadata = {"parse": parse, "doc": doc}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TieredConfig:
+    """The settings of one store. Sizes are in GB of 1024**3 bytes, as LMCache counts them."""
+
+    cold_path: str = _setting(default_cold_path, _path, "directory of the cold tier, on a local disk")
+    max_cold_size: float = _setting(
+        20.0, _number(0, above=True), "GB that this process may keep on disk, everything of ours counted"
+    )
+    min_free_disk: float = _setting(1.0, _number(0), "GB that always stay free on that filesystem; 0: no floor")
+    cold_dir_mode: int = _setting(0o700, _mode, "permissions of the directories that are created")
+    model_revision: str | None = _setting(
+        None, _text, "what tells two versions of a model apart; default: a digest of a local model directory"
+    )
+    io_threads: int = _setting(4, _number(1, 64, integer=True), "threads that read and write chunk files")
+    use_odirect: str = _setting(
+        "auto", _choice("auto", "on", "off"), "bypass the page cache; auto: where a test write succeeds"
+    )
+    clean_fraction: float = _setting(
+        0.25, _number(0, 1), "share of the hot tier kept free or already on disk, ahead of need"
+    )
+    write_back_sec: float = _setting(30.0, _number(0), "seconds after which a dirty chunk is written anyway")
+    store_wait_ms: float = _setting(500.0, _number(0), "milliseconds that a store may wait for the disk to make room")
+    read_timeout_sec: float = _setting(5.0, _number(0, above=True), "seconds after which an unfinished read is a miss")
+    promote: bool = _setting(True, _boolean, "keep what a cold hit has read in the hot tier")
+    on_kv_gone: str = _setting(
+        "delete", _choice("delete", "archive"), "what becomes of a chunk whose KV LMCache has lost"
+    )
+    on_locked: str = _setting(
+        "subdir", _choice("subdir", "error"), "what to do when another process holds the namespace"
+    )
+    fsync: bool = _setting(False, _boolean, "make each chunk file durable before it counts as written")
+    verify_reads: bool = _setting(True, _boolean, "compare the checksum of every layer that is read")
+    close_timeout_sec: float = _setting(4.0, _number(0), "seconds that close() may take to write dirty chunks")
+
+    @property
+    def max_cold_bytes(self) -> int:
+        return int(self.max_cold_size * GIB)
+
+    @property
+    def min_free_bytes(self) -> int:
+        return int(self.min_free_disk * GIB)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], label: Callable[[str], str]) -> TieredConfig:
+        """Check ``values`` (setting name → value) and build the settings.
+
+        ``label`` turns a setting's name into what the user wrote, for the error. Raises ConfigError.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        parsed = {}
+        for name, value in values.items():
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
+                raise ConfigError(f"{label(name)} is not a setting; the nearest one is {label(near[0])}")
+            try:
+                parsed[name] = fields[name].metadata["parse"](value)
+            except ValueError as error:
+                raise ConfigError(f"{label(name)} is {value!r}, but must be {error}") from None
+        return cls(**parsed)
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any] | None, plugin: str) -> TieredConfig:
+        """The settings under ``storage_plugin.<plugin>.`` of LMCache's extra_config. Raises ConfigError."""
+        prefix = f"storage_plugin.{plugin}."
+        values = {key[len(prefix) :]: value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
+        for key in LOADER_KEYS:
+            values.pop(key, None)
+        return cls.from_mapping(values, lambda name: f"extra_config['{prefix}{name}']")
+
+
+def hot_tier_bytes(max_hidden_state_cpu_size: Any) -> int:
+    """LMCache's ``max_hidden_state_cpu_size`` (GB) in bytes. Raises ConfigError."""
+    try:
+        size = _number(0, above=True)(max_hidden_state_cpu_size)
+    except ValueError as error:
+        raise ConfigError(f"max_hidden_state_cpu_size is {max_hidden_state_cpu_size!r}, but must be {error}") from None
+    return int(size * GIB)
+
+
+def plugin_names(extra_config: Mapping[str, Any] | None, module_path: str, class_name: str) -> list[str]:
+    """The storage plugin names of an extra_config that point to this class, in order of appearance."""
+    suffix = ".class_name"
+    extra = extra_config or {}
+    return [
+        name
+        for key in extra
+        if key.startswith("storage_plugin.") and key.endswith(suffix) and extra[key] == class_name
+        for name in [key[len("storage_plugin.") : -len(suffix)]]
+        if str(extra.get(f"storage_plugin.{name}.module_path", "")).split(".")[0] == module_path
+    ]

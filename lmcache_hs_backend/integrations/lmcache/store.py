@@ -1,0 +1,381 @@
+"""``TieredHiddenStateStore``: LMCache's HiddenStateStore, on two tiers.
+
+It takes the place of ``engine.hidden_state_store`` and keeps that class's interface and behaviour
+(lmcache/v1/hidden_state_store.py), with these differences: it is thread-safe, rows keep their dtype until
+they are returned, what does not fit in RAM goes to disk, and a chunk is dropped only when its KV is
+known to be gone. Here token ids become chunk references and tensors are checked; everything else is
+``TieredStore``'s work.
+
+Bad arguments raise ValueError and store nothing. A cache's own trouble never reaches the caller: it is
+logged, counted in ``errors_internal``, and looks like a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from lmcache_hs_backend.chunk import (
+    DTYPES,
+    ChunkRef,
+    KeyedChunk,
+    chunk_name,
+    chunk_refs,
+    token_bytes,
+)
+from lmcache_hs_backend.config import TieredConfig, hot_tier_bytes, plugin_names
+from lmcache_hs_backend.integrations.lmcache.compat import (
+    TORCH_DTYPE_TO_STR_DTYPE,
+    CacheEngineKey,
+    LMCacheEngineConfig,
+    LMCacheMetadata,
+    labels,
+)
+from lmcache_hs_backend.integrations.lmcache.kv_presence import KvPresence
+from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.namespace import NamespaceId
+
+logger = logging.getLogger(__name__)
+
+TokenIds = torch.Tensor | Sequence[int]
+T = TypeVar("T")
+
+PACKAGE = "lmcache_hs_backend"
+PLUGIN_CLASS = "HSTieredBackend"
+DEFAULT_PLUGIN = "hs_tiered"
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_MAX_LAYER_IDX = 2**63
+
+
+def _never_the_engines_trouble(fallback: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Turn a bug of ours into a miss, once the arguments have been checked."""
+
+    def decorate(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def guarded(self: TieredHiddenStateStore, *args: Any, **kwargs: Any) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                logger.exception("hidden states: %s failed; the caller sees a miss", method.__name__)
+                self.tiers.metrics.add("errors_internal")
+                return cast("T", fallback())
+
+        return guarded
+
+    return decorate
+
+
+class TieredHiddenStateStore:
+    """Hidden states of the chunks of one engine. Thread-safe.
+
+    Args:
+        config: the engine's config: ``chunk_size``, ``max_hidden_state_cpu_size``, ``hidden_state_layers``,
+            ``use_layerwise``, and our settings in ``extra_config``.
+        token_database: the engine's own, so that chunks and keys are those of its KV.
+
+    Raises ConfigError, a ValueError that names the setting, when the settings cannot be used.
+    """
+
+    def __init__(self, config: LMCacheEngineConfig, token_database: Any) -> None:
+        metadata = token_database.metadata
+        plugin = plugin_of(config)
+        settings = TieredConfig.from_extra_config(config.extra_config, plugin)
+        capacity = hot_tier_bytes(config.max_hidden_state_cpu_size)
+        self._token_database = token_database
+        self._allowed = None if config.hidden_state_layers is None else frozenset(config.hidden_state_layers)
+        self._presence = KvPresence(bool(config.use_layerwise))
+        self.tiers = TieredStore(
+            settings,
+            capacity,
+            namespace_of(config, metadata, token_database, settings),
+            ask=self._presence.ask,
+            labels=labels(metadata),
+            capture='{"source": "lmcache", "layer_ids": "storage slots"}',
+            setting=lambda name: f"extra_config['storage_plugin.{plugin}.{name}']",
+        )
+
+    # -- LMCache's interface -----------------------------------------------------------------------------
+
+    def bind_storage_manager(self, storage_manager: Any) -> None:
+        """Ask this storage manager for the KV of chunks. Until then all KV counts as present."""
+        self._presence.bind(storage_manager)
+
+    def store_hidden_states(
+        self,
+        token_ids: TokenIds,
+        hidden_states: torch.Tensor,
+        *,
+        layer_idx: int = 0,
+        token_offset: int = 0,
+        request_configs: dict[str, Any] | None = None,
+    ) -> int:
+        """Store the rows of one layer, chunk by chunk, under the keys of the KV.
+
+        Args:
+            token_ids: the whole prompt from position 0, as for the KV (1-D integer tensor or list).
+            hidden_states: ``[len(token_ids) - token_offset, hidden_dim]``, float, on any device.
+            layer_idx: storage slot of the rows, any int.
+            token_offset: tokens at the start that ``hidden_states`` does not have; chunks that start before
+                it are left alone.
+            request_configs: as given to ``engine.store``, where the KV is tagged.
+
+        Returns the number of chunks that newly hold the layer. Raises ValueError for wrong arguments.
+        """
+        return self.store_layers(token_ids, {layer_idx: hidden_states}, token_offset, request_configs=request_configs)
+
+    def retrieve_hidden_states(
+        self, token_ids: TokenIds, *, layer_idx: int = 0, request_configs: dict[str, Any] | None = None
+    ) -> torch.Tensor | None:
+        """The rows of the longest prefix whose chunks have the layer and whose KV is present.
+
+        Returns contiguous CPU float32 ``[num_tokens, hidden_dim]`` that nobody else writes, ever, or None.
+        """
+        rows = self.retrieve_layers(token_ids, [layer_idx], request_configs=request_configs)
+        return rows.get(layer_idx)
+
+    def num_cached_chunks(self) -> int:
+        """Chunks in either tier."""
+        return len(self.tiers)
+
+    def has_chunk(self, key: CacheEngineKey, layer_idx: int = 0) -> bool:
+        """Whether either tier holds the layer of a chunk."""
+        return any(self.tiers.has(key_name(key), layer_idx))
+
+    def drop_key(self, key: CacheEngineKey) -> bool:
+        """Delete a chunk, all its layers, from both tiers. Whether it was there."""
+        return bool(self.tiers.drop([key_name(key)]))
+
+    def close(self) -> None:
+        """Write what is not on disk yet and end, within ``close_timeout_sec``. May be called again."""
+        self.tiers.close()
+
+    # -- and beyond it -----------------------------------------------------------------------------------
+
+    def coverage(self, chunks: Iterable[tuple[int, int, Any]], layer_idxs: Sequence[int] = (0,)) -> int:
+        """Up to which token the tiers have every layer: the end of the last such chunk, 0 for none.
+
+        ``chunks`` are ``(start, end, key)`` from the first chunk on, key a CacheEngineKey or a chunk hash.
+        Looks at the index only, never at LMCache: the caller holds the KV.
+        """
+        listed = list(chunks)
+        names = [key_name(key) if hasattr(key, "to_string") else self._name_of_hash(key) for _, _, key in listed]
+        covered = self.tiers.covered(names, layer_idxs)
+        return listed[covered - 1][1] if covered else 0
+
+    def store_layers(
+        self,
+        token_ids: TokenIds,
+        layers: Mapping[int, torch.Tensor],
+        token_offset: int = 0,
+        *,
+        request_configs: dict[str, Any] | None = None,
+    ) -> int:
+        """Store several layers of one prompt at once; arguments as in store_hidden_states.
+
+        Returns the number of chunks that newly hold at least one of the layers.
+        """
+        layers = {idx: rows for idx, rows in layers.items() if self._allowed is None or idx in self._allowed}
+        if not layers:
+            return 0
+        num_tokens = len(token_ids)
+        if not 0 <= token_offset <= num_tokens:
+            raise ValueError(f"token_offset ({token_offset}) must be in [0, len(token_ids) ({num_tokens})]")
+        ids = token_bytes(token_ids)
+        rows = {_layer_idx(idx): _checked(tensor, num_tokens - token_offset) for idx, tensor in layers.items()}
+        return self._store(token_ids, ids, rows, token_offset, request_configs)
+
+    def retrieve_layers(
+        self,
+        token_ids: TokenIds,
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None = torch.float32,
+        *,
+        request_configs: dict[str, Any] | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """The rows of several layers over their common prefix, layer_idx → CPU rows; empty if there is none.
+
+        ``dtype`` None: as they are kept (bfloat16, float16 or float32).
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a float dtype or None, got {dtype}")
+        ids = token_bytes(token_ids)
+        return self._retrieve(token_ids, ids, [_layer_idx(idx) for idx in layer_idxs], dtype, request_configs)
+
+    def prefetch(
+        self,
+        token_ids: TokenIds,
+        layer_idxs: Sequence[int] | None = None,
+        *,
+        request_configs: dict[str, Any] | None = None,
+    ) -> None:
+        """Bring what is on disk of a prompt into RAM, behind; None: all its layers. Returns at once."""
+        self._prefetch(token_ids, token_bytes(token_ids), layer_idxs, request_configs)
+
+    def flush(self, timeout: float) -> int:
+        """Have everything written, waiting at most ``timeout`` seconds. How many chunks are still dirty."""
+        return self.tiers.flush(timeout)
+
+    def clear(self) -> int:
+        """Delete all chunks from both tiers. How many there were. Needed after changing weights in place."""
+        return self.tiers.clear()
+
+    def stats(self) -> dict[str, float | str | bool]:
+        """All figures, in one flat table."""
+        return self.tiers.stats()
+
+    # -- for the façade ----------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self.tiers.closed
+
+    def attach(self, engine: Any) -> None:
+        """Belong to an engine: heed its health, and close when it vanishes without closing us."""
+        self._presence.watch(engine)
+        weakref.finalize(engine, self.tiers.close)
+
+    def kv_removed(self, keys: Iterable[Any]) -> None:
+        """LMCache has been told to remove the KV of these keys everywhere."""
+        self.tiers.kv_gone([key_name(key) for key in keys])
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    @_never_the_engines_trouble(lambda: 0)
+    def _store(
+        self,
+        token_ids: TokenIds,
+        ids: bytes,
+        rows: Mapping[int, torch.Tensor],
+        token_offset: int,
+        request_configs: dict[str, Any] | None,
+    ) -> int:
+        return self.tiers.store(self._refs(token_ids, ids, request_configs), ids, rows, token_offset)
+
+    @_never_the_engines_trouble(dict)
+    def _retrieve(
+        self,
+        token_ids: TokenIds,
+        ids: bytes,
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None,
+        request_configs: dict[str, Any] | None,
+    ) -> dict[int, torch.Tensor]:
+        return self.tiers.retrieve(self._refs(token_ids, ids, request_configs), layer_idxs, dtype)
+
+    @_never_the_engines_trouble(lambda: None)
+    def _prefetch(
+        self,
+        token_ids: TokenIds,
+        ids: bytes,
+        layer_idxs: Sequence[int] | None,
+        request_configs: dict[str, Any] | None,
+    ) -> None:
+        self.tiers.prefetch(self._refs(token_ids, ids, request_configs), layer_idxs)
+
+    def _refs(self, token_ids: TokenIds, ids: bytes, request_configs: dict[str, Any] | None) -> list[ChunkRef]:
+        """The chunks of a prompt. LMCache hashes a list in half the time that a tensor takes."""
+        listed = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else list(token_ids)
+        chunks = [
+            KeyedChunk(start, end, key.to_string(), key.chunk_hash_hex, key)
+            for start, end, key in self._token_database.process_tokens(tokens=listed, request_configs=request_configs)
+        ]
+        return chunk_refs(chunks, ids)
+
+    def _name_of_hash(self, chunk_hash: int) -> bytes:
+        return key_name(self._token_database._make_key_by_hash(chunk_hash))
+
+
+def key_name(key: Any) -> bytes:
+    """The name of a chunk, from LMCache's key of its KV (a key of one KV layer stands for its chunk)."""
+    if hasattr(key, "layer_id"):
+        key = CacheEngineKey(
+            key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.dtype, key.request_configs
+        )
+    return chunk_name(key.to_string())
+
+
+def plugin_of(config: LMCacheEngineConfig) -> str:
+    """Under which plugin name our settings stand: the one whose class is ours."""
+    names = plugin_names(config.extra_config, PACKAGE, PLUGIN_CLASS)
+    listed = [name for name in names if name in (config.storage_plugins or ())]
+    if len(listed) > 1:
+        logger.warning("storage plugins %s are all ours; the settings of the first are used", listed)
+    return (listed or names or [DEFAULT_PLUGIN])[0]
+
+
+def namespace_of(
+    config: LMCacheEngineConfig, metadata: LMCacheMetadata, token_database: Any, settings: TieredConfig
+) -> NamespaceId:
+    """Everything that must be equal for two engines' rows to be interchangeable."""
+    hash_function = getattr(token_database, "hash_func", hash)
+    actual = f"{getattr(hash_function, '__module__', '')}.{getattr(hash_function, '__qualname__', hash_function)}"
+    initial_hash = getattr(token_database, "_get_init_hash", lambda: "")
+    revision = settings.model_revision
+    return NamespaceId(
+        model=metadata.model_name,
+        model_revision=local_model_revision(metadata.model_name) if revision is None else revision,
+        kv_dtype=TORCH_DTYPE_TO_STR_DTYPE.get(metadata.kv_dtype, str(metadata.kv_dtype)),
+        chunk_size=config.chunk_size,
+        world_size=metadata.world_size,
+        worker_id=metadata.worker_id,
+        hash_algorithm=f"{config.pre_caching_hash_algorithm} ({actual})",
+        none_hash=str(initial_hash()),
+    )
+
+
+def local_model_revision(model: str) -> str:
+    """For a local model directory, a digest of its config.json and of its weight files' names, sizes and times.
+
+    Empty for a name that is no directory.
+    """
+    if not os.path.isdir(model):
+        return ""
+    digest = hashlib.sha256()
+    try:
+        with open(os.path.join(model, "config.json"), "rb") as file:
+            digest.update(file.read())
+    except OSError:
+        digest.update(b"no config.json")
+    for entry in sorted(os.scandir(model), key=lambda entry: entry.name):
+        if entry.name.endswith(_WEIGHTS):
+            info = entry.stat()
+            digest.update(f"{entry.name}\0{info.st_size}\0{info.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _layer_idx(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -_MAX_LAYER_IDX <= value < _MAX_LAYER_IDX:
+        raise ValueError(f"layer_idx must be an int of at most 64 bits, got {value!r}")
+    return value
+
+
+def _checked(rows: torch.Tensor, expected_rows: int) -> torch.Tensor:
+    """Rows in a dtype that is kept. Raises ValueError with what was given and what is allowed."""
+    if rows.dim() != 2:
+        raise ValueError(f"hidden_states must be 2-D [num_tokens, hidden_dim], got shape {tuple(rows.shape)}")
+    if rows.shape[0] != expected_rows:
+        raise ValueError(
+            f"hidden_states first dim ({rows.shape[0]}) must equal len(token_ids) - token_offset ({expected_rows})"
+        )
+    if rows.shape[1] == 0:
+        raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
+    rows = rows.detach()
+    if rows.dtype in DTYPES.values():
+        return rows
+    if not rows.dtype.is_floating_point:
+        raise ValueError(f"hidden_states must be float (bfloat16, float16, float32 or float64), got {rows.dtype}")
+    converted = rows.to(torch.float32)
+    if rows.dtype == torch.float64 and not torch.equal(converted.isfinite(), rows.isfinite()):
+        raise ValueError(
+            "hidden_states are float64 with a finite value beyond float32's range "
+            f"(at most {torch.finfo(torch.float32).max:.4g}): scale them, or store another dtype"
+        )
+    return converted

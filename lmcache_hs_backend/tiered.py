@@ -1,0 +1,391 @@
+"""The two tiers as one store of chunks: what the integrations use, and its life from open to close.
+
+``TieredStore`` puts the parts of ``tiers`` together and keeps them going: recovery, chores, figures,
+flush, close. It talks in chunk references (see ``chunk``), so it serves LMCache, vLLM or anybody who can
+name chunks; who asks for what, and under which keys, is not its business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES, AskPresence, ChunkRef, Presence
+from lmcache_hs_backend.chunkfile import FileLayer
+from lmcache_hs_backend.config import ConfigError, TieredConfig
+from lmcache_hs_backend.metrics import Metrics
+from lmcache_hs_backend.tiers.background import Background
+from lmcache_hs_backend.tiers.cleaner import Cleaner
+from lmcache_hs_backend.tiers.cold import ColdState
+from lmcache_hs_backend.tiers.index import Entry, Standing
+from lmcache_hs_backend.tiers.intake import Intake
+from lmcache_hs_backend.tiers.mover import Executor
+from lmcache_hs_backend.tiers.namespace import Namespace, NamespaceId
+from lmcache_hs_backend.tiers.pair import SaveUse, TierPair
+from lmcache_hs_backend.tiers.recovery import Recovery
+from lmcache_hs_backend.tiers.serve import Serve
+
+logger = logging.getLogger(__name__)
+
+_OPEN_TIMEOUT_SEC = 20.0
+_TICK_SEC = 0.25
+_SAVE_USE_SEC = 600
+_VISITED_PER_TICK = 64
+
+
+def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
+    """The answer of a store that is coupled to no KV cache."""
+    return [Presence.PRESENT] * len(kv_keys)
+
+
+class TieredStore:
+    """A hot tier of ``capacity`` bytes over the cold tier in ``config.cold_path``. Thread-safe.
+
+    Raises ConfigError, with nothing left behind, when the cold path cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: TieredConfig,
+        capacity: int,
+        ident: NamespaceId,
+        *,
+        ask: AskPresence = all_present,
+        labels: Mapping[str, object] | None = None,
+        capture: str = "{}",
+        files: FileLayer | None = None,
+        setting: Callable[[str], str] = str,
+    ) -> None:
+        """``setting`` turns the name of a setting into what the user wrote, for errors."""
+        self.config = config
+        self.metrics = Metrics(labels)
+        self._pair = TierPair(config, capacity, ask, self.metrics)
+        self._background = Background()
+        self._executor = Executor(self._pair.mover)
+        self._closing = threading.Lock()  # held by the one call of close() that does the work
+        self._closed = False
+        self._recovered = threading.Event()
+        self._callers = 0  # calls that are using slots; the pair's lock guards it
+        self._namespace: Namespace | None = None
+        try:
+            self._namespace = self._open_namespace(ident, setting)
+            self.directory = self._namespace.directory
+            self._pair.open(self._namespace, files or FileLayer())
+            self._check_size(setting)
+        except BaseException:
+            self._stop(time.monotonic() + 1.0)
+            if self._namespace is not None:
+                self._namespace.close()
+            raise
+        self._cleaner = Cleaner(self._pair)
+        self._intake = Intake(self._pair, self._cleaner, ident.model, capture)
+        self._serve = Serve(self._pair)
+        self._pair.mover.next_write = self._cleaner.next_write
+        self._background.start(self._recover())
+        self._background.every(_TICK_SEC, self._tick)
+
+    # -- chunks ----------------------------------------------------------------------------------------
+
+    def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int = 0) -> int:
+        """See Intake.store. 0 after close()."""
+        with self._call("store_seconds") as is_open:
+            return self._intake.store(refs, ids, rows, row_offset) if is_open else 0
+
+    def retrieve(
+        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None = torch.float32
+    ) -> dict[int, torch.Tensor]:
+        """See Serve.retrieve. Empty after close()."""
+        with self._call("retrieve_seconds") as is_open:
+            return self._serve.retrieve(refs, layer_idxs, dtype) if is_open and layer_idxs else {}
+
+    @contextlib.contextmanager
+    def _call(self, duration: str) -> Iterator[bool]:
+        """A call that may use slots, which close() waits for; False when it comes too late for that."""
+        started = time.monotonic()
+        with self._pair.lock:
+            is_open = not self._closed
+            self._callers += is_open
+        try:
+            yield is_open
+        finally:
+            if is_open:
+                with self._pair.lock:
+                    self._callers -= 1
+                    if self._closed:
+                        self._pair.room.notify_all()
+                self.metrics.observe(duration, time.monotonic() - started)
+
+    def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None = None) -> None:
+        """Promote, behind, what is cold of a prompt's prefix. Returns at once."""
+        if not self._closed:
+            self._serve.prefetch(refs, layer_idxs)
+
+    def covered(self, names: Iterable[bytes], layer_idxs: Sequence[int]) -> int:
+        """How many of the chunks, from the first on, have every layer where it can be read. Index only."""
+        pair, count = self._pair, 0
+        with pair.lock:
+            if self._closed:
+                return 0
+            readable = pair.cold.readable
+            for name in names:
+                entry = pair.index.get(name)
+                if entry is None or entry.standing is Standing.UNREAD:
+                    break
+                if not all(idx in entry.hot or (readable and entry.on_file(idx)) for idx in layer_idxs):
+                    break
+                count += 1
+        return count
+
+    def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:
+        """Whether the hot tier, and whether the cold tier, holds a layer of a chunk."""
+        with self._pair.lock:
+            entry = None if self._closed else self._pair.index.get(name)
+            return (False, False) if entry is None else (layer_idx in entry.hot, entry.on_file(layer_idx))
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor) -> bool:
+        """Add a layer to a chunk that is here already. False when it is not, or has the layer."""
+        pair = self._pair
+        with pair.lock:
+            entry = pair.index.get(name)
+            meta, ids = (None, b"") if entry is None else (entry.meta, entry.ids)
+            if entry is None or meta is None or rows.shape[0] != entry.num_tokens:
+                return False
+            kv_key = entry.kv_key
+        end = meta.start + meta.num_tokens
+        ref = ChunkRef(name, meta.start, end, meta.prefix, meta.key, meta.chunk_hash, meta.parent, kv_key)
+        # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
+        return bool(self.store([ref], bytes(meta.start * TOKEN_BYTES) + ids, {layer_idx: rows}, meta.start))
+
+    def read_layer(
+        self, name: bytes, layer_idx: int, *, tiers: tuple[bool, bool] = (True, True)
+    ) -> torch.Tensor | None:
+        """A copy of one layer of one chunk in its own dtype, from the tiers allowed (hot, cold)."""
+        pair = self._pair
+        hot, cold = self.has(name, layer_idx)
+        with pair.lock:
+            entry = pair.index.get(name)
+            if self._closed or entry is None or entry.standing is Standing.UNREAD:
+                return None
+            if not (hot and tiers[0]) and not (cold and tiers[1]):
+                return None
+            num_tokens, prefix, kv_key = entry.num_tokens, entry.prefix, entry.kv_key
+        ref = ChunkRef(name, 0, num_tokens, prefix, "", "", "", kv_key)
+        return self._serve.retrieve([ref], [layer_idx], None).get(layer_idx)
+
+    def __len__(self) -> int:
+        return 0 if self._closed else len(self._pair.index.entries)
+
+    # -- dropping --------------------------------------------------------------------------------------
+
+    def kv_gone(self, names: Iterable[bytes]) -> int:
+        """The KV of these chunks has been deleted: they leave both tiers. How many were here."""
+        return self._drop(names, self._pair.kv_gone)
+
+    def drop(self, names: Iterable[bytes]) -> int:
+        """Delete chunks from both tiers. How many were here."""
+        return self._drop(names, self._pair.forget)
+
+    def clear(self) -> int:
+        """Delete every chunk from both tiers; the archive stays. How many were here."""
+        with self._pair.lock:
+            entries = [] if self._closed else list(self._pair.index.entries.values())
+            for entry in entries:
+                self._pair.forget(entry)
+        return len(entries)
+
+    def _drop(self, names: Iterable[bytes], how: Callable[[Entry], None]) -> int:
+        dropped = 0
+        with self._pair.lock:
+            if self._closed:
+                return 0
+            for name in names:
+                entry = self._pair.index.get(name)
+                if entry is not None:
+                    how(entry)
+                    dropped += 1
+        return dropped
+
+    # -- figures ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | str | bool]:
+        """Everything that is counted, in one flat table; the names are those of metrics.py."""
+        gauges = self._gauges()
+        return {
+            **gauges,
+            "cold_state": self._pair.cold.state.value,
+            "pinned": bool(gauges["pinned"]),
+            "write_bytes_per_sec": self._pair.rate.bytes_per_sec,
+            **self.metrics.snapshot(),
+        }
+
+    def _gauges(self) -> dict[str, float]:
+        pair = self._pair
+        cold, index = pair.cold, pair.index
+        with pair.lock:
+            return {
+                "hot_bytes": pair.hot.used_bytes,
+                "hot_chunks": index.hot_chunks,
+                "dirty_chunks": index.dirty_chunks,
+                "cold_bytes": cold.usage.total,
+                "cold_chunks": len(index.cold),
+                "archived_chunks": len(cold.archived),
+                "quarantined_chunks": len(cold.quarantined),
+                "unconfirmed_chunks": index.standings[Standing.UNREAD] + index.standings[Standing.UNCONFIRMED],
+                "capacity_bytes": pair.hot.arena.capacity,
+                "cold_limit_bytes": self.config.max_cold_bytes,
+                "cold_online": int(cold.state is ColdState.ONLINE),
+                "pinned": int(pair.hot.arena.pinned),
+                "slots_stuck": pair.mover.stuck(self.config.read_timeout_sec),
+                "queue_reads": pair.mover.queued_reads,
+                "queue_writes": index.dirty_chunks,
+            }
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def pin(self) -> bool:
+        """Pin the hot tier's memory where there is a GPU to copy to. A refusal is a warning."""
+        if torch.cuda.is_available():
+            try:
+                self._pair.hot.arena.pin()
+            except RuntimeError as error:
+                logger.warning(
+                    "pinned: no. The hot tier stays in pageable memory, copies to the GPU are slower: %s", error
+                )
+        return self._pair.hot.arena.pinned
+
+    def flush(self, timeout: float) -> int:
+        """Have every dirty chunk written, waiting ``timeout`` seconds at most. How many are still dirty."""
+        pair = self._pair
+        deadline = time.monotonic() + timeout
+        with pair.lock:
+            self._cleaner.waiting += 1
+            pair.mover.wake()
+            while pair.index.dirty_chunks and pair.cold.writable and time.monotonic() < deadline:
+                pair.room.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+            self._cleaner.waiting -= 1
+            return pair.index.dirty_chunks
+
+    def close(self) -> None:
+        """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent, never raises.
+
+        Asks nobody about KV. Memory that a caller, or an I/O thread that is stuck in the system, still
+        uses goes away with its last user.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            deadline = time.monotonic() + self.config.close_timeout_sec
+            reserve = min(0.5, self.config.close_timeout_sec / 4)
+            with self._pair.lock:
+                self._closed = self._serve.closed = self._intake.closed = True
+                self._pair.ask = all_present
+                while self._callers and time.monotonic() < deadline - reserve:
+                    self._pair.room.wait(0.05)
+            left = self.flush(max(0.0, deadline - reserve - time.monotonic()))
+            if left:
+                self.metrics.loss("close", left)
+            self._save_uses()
+            ended = self._stop(deadline)
+            self.metrics.publish(self._gauges())
+            with self._pair.lock:
+                if ended and not self._callers:
+                    self._pair.hot.arena.release()
+                else:
+                    logger.warning("%s: an operation does not return; its memory is left behind", self.directory)
+            if self._namespace is not None:
+                self._namespace.close()
+            logger.info("closed %s: %d chunk(s) not written", self.directory, left)
+
+    def wait_recovered(self, timeout: float) -> bool:
+        """Wait until what was on disk at start is known, headers included. For tools and tests."""
+        return self._recovered.wait(timeout)
+
+    def _open_namespace(self, ident: NamespaceId, setting: Callable[[str], str]) -> Namespace:
+        opening = Namespace.open(
+            self.config.cold_path, ident, on_locked=self.config.on_locked, mode=self.config.cold_dir_mode,
+            label=setting("cold_path"), executor=self._executor,
+        )  # fmt: skip
+        try:
+            return self._background.call(opening, _OPEN_TIMEOUT_SEC)
+        except TimeoutError:
+            raise ConfigError(
+                f"{setting('cold_path')} is {self.config.cold_path!r}, but that disk has not answered in "
+                f"{_OPEN_TIMEOUT_SEC:g} s"
+            ) from None
+
+    def _check_size(self, setting: Callable[[str], str]) -> None:
+        disk = os.statvfs(self.directory)
+        total = disk.f_blocks * disk.f_frsize
+        if self.config.max_cold_bytes > total:
+            raise ConfigError(
+                f"{setting('max_cold_size')} is {self.config.max_cold_size:g}, but must be at most "
+                f"{total / 1024**3:.2f}, the size in GB of the filesystem of {self.config.cold_path}"
+            )
+
+    async def _recover(self) -> None:
+        recovery = Recovery(self._pair, self.config.cold_path, self.directory, self._executor)
+        try:
+            await recovery.scan()
+        finally:
+            with self._pair.lock:
+                self._cleaner.enabled = True
+                self._pair.mover.wake()
+        await recovery.read_headers()
+        self._recovered.set()
+
+    def _tick(self) -> None:
+        """A few times a second: health, accounts, and a look at the next few chunks in turn."""
+        pair = self._pair
+        pair.cold.check_health(pair.mover.stuck(self.config.read_timeout_sec))
+        pair.pool.trim()
+        self.metrics.publish(self._gauges())
+        with pair.lock:
+            if not pair.cold.writable:
+                return
+            for entry in pair.cold.take_failed_unlinks():
+                if pair.index.get(entry.name) is None:
+                    pair.forget_file(entry)
+            if pair.mover.idle:
+                turn = pair.index.in_turn(_VISITED_PER_TICK)
+                old = time.time_ns() - _SAVE_USE_SEC * 10**9
+                for entry in turn:
+                    if entry.file_bytes and entry.used_ns > entry.saved_ns and entry.saved_ns < old:
+                        pair.mover.submit(SaveUse(pair, entry))
+            else:
+                turn = []
+        self._drop_orphans(turn)
+
+    def _drop_orphans(self, turn: Sequence[Entry]) -> None:
+        """Chunks that nobody retrieves any more, because their KV is gone."""
+        suspects = [entry for entry in turn if entry.standing is Standing.CONFIRMED]
+        answers = self._pair.presence([entry.kv_key for entry in suspects], True) if suspects else []
+        with self._pair.lock:
+            for entry, answer in zip(suspects, answers, strict=True):
+                if answer is Presence.GONE and entry.standing is Standing.CONFIRMED:
+                    self._pair.kv_gone(entry)
+
+    def _save_uses(self) -> None:
+        """So that the next start knows the order: least recently used first, the suffix before its prefix."""
+        pair = self._pair
+        with pair.lock:
+            if pair.cold.readable:
+                for entry in pair.index.cold.values():
+                    if entry.used_ns > entry.saved_ns:
+                        pair.mover.submit(SaveUse(pair, entry))
+
+    def _stop(self, deadline: float) -> bool:
+        self._background.stop(deadline)
+        self._pair.mover.stop()
+        ended = self._pair.mover.join(deadline)
+        self._pair.pool.close()
+        return ended

@@ -1,0 +1,176 @@
+"""The hot tier: chunks in slots of the arena, and who leaves when it is full.
+
+Allocation and eviction happen under the store's lock and move no bytes: an evicted chunk is clean, so
+leaving is only a free. Copies in and out happen without the lock, on slots that cannot be freed
+meanwhile: new ones belong to the call that fills them, old ones are leased. This module never looks at
+files; making a chunk clean is somebody else's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lmcache_hs_backend.arena import Arena
+from lmcache_hs_backend.chunk import LayerSpec
+from lmcache_hs_backend.tiers.index import Entry, Index, Slot, slot_bytes
+
+
+class Move(NamedTuple):
+    """Rows of one layer of one chunk on their way between a tensor and a slot."""
+
+    first_row: int  # in the tensor
+    num_tokens: int
+    slot: Slot
+
+
+class HotTier:
+    """Slots for chunks, within a fixed number of bytes."""
+
+    def __init__(self, capacity: int, index: Index, on_evict: Callable[[Entry], None]) -> None:
+        """``on_evict`` is told, under the lock, of every chunk that has left to make room."""
+        self.arena = Arena(capacity)
+        self._index = index
+        self._on_evict = on_evict
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return self.arena.capacity - self.arena.free_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes that can be had at once: free, or held by chunks that may leave."""
+        return self.arena.free_bytes + self._index.clean_bytes
+
+    # -- under the store's lock ------------------------------------------------------------------------
+
+    def allocate(self, chunks: Sequence[tuple[int, Sequence[LayerSpec]]]) -> list[dict[int, Slot]]:
+        """Slots for as many chunks as there is room for, from the first on: layer_idx → slot for each.
+
+        A chunk is ``(num_tokens, layers)``; it gets all its slots or none. Clean chunks leave, least
+        recently used first, as far as that helps.
+        """
+        sizes = [sum(slot_bytes(spec, tokens) for spec in specs) for tokens, specs in chunks]
+        fit = wanted = 0
+        while fit < len(chunks) and wanted + sizes[fit] <= self.ready_bytes:
+            wanted += sizes[fit]
+            fit += 1
+        if not fit:
+            return []
+        while self.arena.free_bytes < wanted and self._evict_one():
+            pass
+        placed = self._place(chunks[:fit])
+        # Enough bytes, but scattered: only now does a further chunk have to leave for the first one's sake.
+        while not placed and self._evict_one():
+            placed = self._place(chunks[:1])
+        return placed
+
+    def allocate_now(self, spec: LayerSpec, num_tokens: int) -> Slot | None:
+        """One slot, for a layer that comes back from disk; clean chunks leave for it."""
+        placed = self.allocate([(num_tokens, [spec])])
+        return placed[0][spec.layer_idx] if placed else None
+
+    def free(self, slots: Mapping[int, Slot]) -> None:
+        """Give slots back that no entry holds."""
+        for slot in slots.values():
+            self.arena.free(slot.offset, slot.nbytes)
+
+    def vacate(self, entry: Entry) -> None:
+        """Free all slots of an entry that nobody leases."""
+        slots, entry.hot = entry.hot, {}
+        self.free(slots)
+
+    def _evict_one(self) -> bool:
+        if not self._index.clean:
+            return False
+        entry = next(iter(self._index.clean.values()))
+        self.vacate(entry)
+        self._index.settle(entry)
+        self._on_evict(entry)
+        return True
+
+    def _place(self, chunks: Sequence[tuple[int, Sequence[LayerSpec]]]) -> list[dict[int, Slot]]:
+        """Slots layer by layer, so that the same layer of neighbouring chunks lies side by side."""
+        placed: list[dict[int, Slot]] = [{} for _ in chunks]
+        by_layer: dict[tuple[LayerSpec, int], list[int]] = {}
+        for number, (tokens, specs) in enumerate(chunks):
+            for spec in specs:
+                by_layer.setdefault((spec, slot_bytes(spec, tokens)), []).append(number)
+        fit = len(chunks)
+        for (spec, nbytes), numbers in by_layer.items():
+            offsets = self.arena.allocate(nbytes, len(numbers))
+            for number, offset in zip(numbers, offsets, strict=False):
+                placed[number][spec.layer_idx] = Slot(offset, nbytes, spec)
+            if len(offsets) < len(numbers):
+                fit = min(fit, numbers[len(offsets)])
+        for slots in placed[fit:]:
+            self.free(slots)
+        return placed[:fit]
+
+    # -- without it ------------------------------------------------------------------------------------
+
+    def copy_in(self, rows: torch.Tensor, moves: Sequence[Move]) -> None:
+        """Copy rows of one layer into their slots, one copy per run of adjacent slots.
+
+        A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
+        """
+        if rows.is_cuda:
+            stream = self._stream(rows.device)
+            stream.wait_stream(torch.cuda.current_stream(rows.device))
+            with torch.cuda.stream(stream):
+                for source, slot in self._runs(rows, moves):
+                    slot.copy_(source, non_blocking=True)
+            rows.record_stream(stream)
+        else:
+            for source, slot in self._runs(rows, moves):
+                slot.copy_(source)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the copies from a GPU have arrived."""
+        if device.type == "cuda":
+            self._stream(device).synchronize()
+
+    def copy_out(self, rows: torch.Tensor, moves: Sequence[Move]) -> None:
+        """Copy leased slots of one layer into rows, converting to the dtype of ``rows``."""
+        for target, slot in self._runs(rows, moves):
+            target.copy_(slot)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def _runs(self, rows: torch.Tensor, moves: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of equal shape: rows of the tensor, and the memory of one or more adjacent slots."""
+        pairs = []
+        for first, count in _adjacent(moves):
+            move = moves[first]
+            spec, tokens = move.slot.spec, sum(m.num_tokens for m in moves[first : first + count])
+            memory = self.arena.rows_at(move.slot.offset, tokens, spec.hidden_dim, spec.dtype)
+            pairs.append((rows[move.first_row : move.first_row + tokens], memory))
+        return pairs
+
+
+def _adjacent(moves: Sequence[Move]) -> list[tuple[int, int]]:
+    """Runs of moves whose rows follow each other both in the tensor and, without a gap, in memory."""
+    found = []
+    begin = 0
+    for end in range(1, len(moves) + 1):
+        if end < len(moves) and _follows(moves[end - 1], moves[end]):
+            continue
+        found.append((begin, end - begin))
+        begin = end
+    return found
+
+
+def _follows(a: Move, b: Move) -> bool:
+    return (
+        a.slot.offset + a.slot.nbytes == b.slot.offset
+        and a.slot.nbytes == a.slot.spec.nbytes(a.num_tokens)  # no padding in between
+        and a.first_row + a.num_tokens == b.first_row
+        and a.slot.spec == b.slot.spec
+    )

@@ -1,0 +1,216 @@
+"""What is known about every chunk: one ``Entry`` each, its state, and the orders it stands in.
+
+The index is the one mutable picture of both tiers. The store's lock guards all of it; nothing here
+blocks, does I/O, copies rows or calls out. Every operation takes constant time per chunk.
+
+States of an entry (``standing``), and who moves it on:
+
+==============  ==============================================================  =====================
+standing        meaning                                                         leaves it by
+==============  ==============================================================  =====================
+UNREAD          a file found at start, its header not read yet: only counted    ``read_header``
+UNCONFIRMED     its KV has not been seen present in this process: kept, hidden  ``confirm``
+CONFIRMED       its KV has been seen: served, and deleted when the KV is gone   ``remove``
+GONE            no longer in the index: leases and file operations wind down    never
+==============  ==============================================================  =====================
+
+Residency is per layer and is not stored twice: a layer is *hot* when it has a slot, *cold* when the
+file has it, *dirty* when it is hot and the file does not have it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.arena import align
+from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
+from lmcache_hs_backend.chunkfile import FileLayout
+
+
+class Standing(Enum):
+    """See the table above."""
+
+    UNREAD = "unread"
+    UNCONFIRMED = "unconfirmed"
+    CONFIRMED = "confirmed"
+    GONE = "gone"
+
+
+class Slot(NamedTuple):
+    """A layer of a chunk in the hot tier: where it lies and what it is. ``nbytes`` is what it occupies."""
+
+    offset: int
+    nbytes: int
+    spec: LayerSpec
+
+
+def slot_bytes(spec: LayerSpec, num_tokens: int) -> int:
+    """Bytes of the hot tier that one layer of a chunk occupies."""
+    return align(spec.nbytes(num_tokens))
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One chunk. Only ``Index`` and the holder of the store's lock change it."""
+
+    name: bytes
+    standing: Standing
+    prefix: bytes = b""
+    num_tokens: int = 0
+    kv_key: Any = None
+    hot: dict[int, Slot] = field(default_factory=dict)
+    filed: FileLayout | None = None
+    file_bytes: int = 0
+    # What the writer needs beyond the rows; dropped as soon as the file has it.
+    meta: ChunkMeta | None = None
+    ids: bytes = b""
+    # Recovered layers that no store has been answered for yet (see TieredStore.store).
+    uncounted: frozenset[int] = frozenset()
+    leases: int = 0  # users of the slots: readers, writers
+    claimed: bool = False  # a write of this chunk is under way
+    refused: bool = False  # the disk will never take it (larger than the limit)
+    used_ns: int = 0
+    saved_ns: int = 0  # the use that the file's mtime tells
+    dirty_since: float = 0.0
+    stored_at: float = 0.0  # when a layer was last added
+    # How the index has counted this entry so far.
+    counted_hot: bool = False
+    counted_dirty: bool = False
+    counted_clean_bytes: int = 0
+
+    def has(self, layer_idx: int) -> bool:
+        """Whether either tier holds the layer."""
+        return layer_idx in self.hot or self.on_file(layer_idx)
+
+    def on_file(self, layer_idx: int) -> bool:
+        return self.filed is not None and self.filed.spec(layer_idx) is not None
+
+    def spec(self, layer_idx: int) -> LayerSpec | None:
+        slot = self.hot.get(layer_idx)
+        if slot is not None:
+            return slot.spec
+        return None if self.filed is None else self.filed.spec(layer_idx)
+
+    def layer_idxs(self) -> set[int]:
+        filed = {spec.layer_idx for spec in self.filed.layers} if self.filed else set()
+        return filed | self.hot.keys()
+
+    @property
+    def dirty(self) -> bool:
+        return any(not self.on_file(layer_idx) for layer_idx in self.hot)
+
+    @property
+    def hot_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self.hot.values())
+
+
+class Index:
+    """All entries, by name, and the orders in which they leave a tier.
+
+    ``clean``: may leave RAM at once (hot, nothing to write, nobody reading), least recently used first.
+    ``dirty``: must be written first, least recently used first. ``aging``: the same chunks by how long
+    they have been dirty. ``cold``: chunks with a file, least recently used first.
+    """
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[bytes, Entry] = OrderedDict()  # in no useful order: see in_turn
+        self.clean: OrderedDict[bytes, Entry] = OrderedDict()
+        self.dirty: OrderedDict[bytes, Entry] = OrderedDict()
+        self.aging: OrderedDict[bytes, Entry] = OrderedDict()
+        self.cold: OrderedDict[bytes, Entry] = OrderedDict()
+        self.standings: Counter[Standing] = Counter()
+        self.clean_bytes = 0
+        self.hot_chunks = 0
+        self.dirty_chunks = 0
+        self._layouts: dict[FileLayout, FileLayout] = {}
+        self._last_ns = 0
+
+    def get(self, name: bytes) -> Entry | None:
+        return self.entries.get(name)
+
+    def add(self, entry: Entry) -> None:
+        """A new chunk, youngest of all."""
+        self.entries[entry.name] = entry
+        self.standings[entry.standing] += 1
+        entry.used_ns = self.tick()
+        self.settle(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """The chunk is GONE: out of the index and of every order. Its slots and file stay to be freed."""
+        if self.entries.get(entry.name) is entry:
+            del self.entries[entry.name]
+            self.stand(entry, Standing.GONE)
+            self.settle(entry)
+
+    def stand(self, entry: Entry, standing: Standing) -> None:
+        """Change an entry's standing; the only place that does."""
+        self.standings[entry.standing] -= 1
+        self.standings[standing] += 1
+        entry.standing = standing
+
+    def settle(self, entry: Entry) -> None:
+        """Put an entry into the orders that fit its state. Called after every change to it."""
+        name = entry.name
+        alive = entry.standing is not Standing.GONE
+        hot = alive and bool(entry.hot)
+        dirty = hot and entry.dirty
+        self._place(self.cold, entry, alive and entry.file_bytes > 0)
+        self._place(self.dirty, entry, dirty and not entry.claimed and not entry.refused)
+        if dirty and name not in self.aging and not entry.refused:
+            entry.dirty_since = time.monotonic()
+            self.aging[name] = entry
+        elif not dirty or entry.refused:
+            self.aging.pop(name, None)
+        evictable = hot and not entry.leases and not entry.claimed and (not dirty or entry.refused)
+        self._place(self.clean, entry, evictable)
+        clean_bytes = entry.hot_bytes if evictable else 0
+        self.clean_bytes += clean_bytes - entry.counted_clean_bytes
+        entry.counted_clean_bytes = clean_bytes
+        self.hot_chunks += hot - entry.counted_hot
+        self.dirty_chunks += dirty - entry.counted_dirty
+        entry.counted_hot, entry.counted_dirty = hot, dirty
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """A sequence was used: its chunks become the youngest, the first one youngest of all."""
+        for entry in reversed(entries):
+            if entry.standing is not Standing.GONE:
+                entry.used_ns = self.tick()
+                for order in (self.clean, self.dirty, self.cold):
+                    if entry.name in order:
+                        order.move_to_end(entry.name)
+
+    def age(self, entry: Entry) -> None:
+        """Make an entry the first to leave RAM: the suffix of a sequence that does not fit."""
+        for order in (self.clean, self.dirty):
+            if entry.name in order:
+                order.move_to_end(entry.name, last=False)
+
+    def tick(self) -> int:
+        """Nanoseconds of the clock, strictly ascending whatever the clock does."""
+        self._last_ns = max(time.time_ns(), self._last_ns + 1)
+        return self._last_ns
+
+    def share(self, layout: FileLayout) -> FileLayout:
+        """One object for equal layouts: a million chunks have a handful of them."""
+        return self._layouts.setdefault(layout, layout)
+
+    def in_turn(self, count: int) -> list[Entry]:
+        """The next ``count`` chunks; calling again and again visits all, without a copy of the index."""
+        turn = []
+        for _ in range(min(count, len(self.entries))):
+            name, entry = next(iter(self.entries.items()))
+            self.entries.move_to_end(name)
+            turn.append(entry)
+        return turn
+
+    @staticmethod
+    def _place(order: OrderedDict[bytes, Entry], entry: Entry, belongs: bool) -> None:
+        if not belongs:
+            order.pop(entry.name, None)
+        elif entry.name not in order:
+            order[entry.name] = entry

@@ -1,0 +1,202 @@
+"""Rows on their way in: find room, copy, publish.
+
+Everything runs on the caller's thread and none of it touches a file: room is made by freeing clean
+chunks, and when there are none, by waiting a bounded time for the I/O threads. A call keeps a true prefix
+of what it was given, or all of it, and never drops one of its own chunks to make room for another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+import torch
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec, Presence
+from lmcache_hs_backend.tiers.cleaner import Cleaner
+from lmcache_hs_backend.tiers.headers import ensure_read
+from lmcache_hs_backend.tiers.hot import Move
+from lmcache_hs_backend.tiers.index import Entry, Slot, Standing, slot_bytes
+from lmcache_hs_backend.tiers.pair import TierPair
+
+#: A lease that ends makes room without anybody being told, so a waiting store looks again this often.
+_LOOK_AGAIN_SEC = 0.05
+
+
+class _Want(NamedTuple):
+    """Layers of one chunk that neither tier has yet."""
+
+    ref: ChunkRef
+    specs: list[LayerSpec]
+    present: bool  # the KV was seen
+    counted: bool  # the call's result counts this chunk already
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot_bytes(spec, self.ref.num_tokens) for spec in self.specs)
+
+
+class Intake:
+    """Stores rows into the tiers."""
+
+    def __init__(self, pair: TierPair, cleaner: Cleaner, model: str, capture: str) -> None:
+        self.closed = False
+        self._pair = pair
+        self._cleaner = cleaner
+        self._model = model
+        self._capture = capture
+
+    def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int) -> int:
+        """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
+
+        ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of chunk.DTYPES, on any device. ``ids``:
+        all token ids. Returns the number of chunks that newly hold one of the layers; a chunk recovered
+        from disk counts the first time it is stored in this process, though nothing is copied.
+        """
+        pair = self._pair
+        deadline = time.monotonic() + pair.config.store_wait_ms / 1000
+        refs = [ref for ref in refs if ref.start >= row_offset]
+        specs = [LayerSpec(layer_idx, tensor.dtype, tensor.shape[1]) for layer_idx, tensor in rows.items()]
+        ensure_read(pair, refs, deadline - time.monotonic())
+        answers = pair.presence([ref.kv_key for ref in refs], True)
+        with pair.lock:
+            refs, wants, stored = self._plan(refs, specs, answers)
+        done = 0
+        while done < len(wants):
+            with pair.lock:
+                placed = self._place(wants[done:], refs, deadline)
+            if not placed:
+                pair.metrics.loss("no_room", len(wants) - done)
+                break
+            batch = wants[done : done + len(placed)]
+            try:
+                self._copy(batch, placed, rows, row_offset)
+            except BaseException:
+                with pair.lock:
+                    for slots in placed:
+                        pair.hot.free(slots)
+                raise
+            with pair.lock:
+                stored += self._publish(batch, placed, ids, streaming=done > 0)
+            done += len(placed)
+        with pair.lock:
+            entries = [pair.index.get(ref.name) for ref in refs]
+            pair.index.touch([entry for entry in entries if entry is not None])
+        pair.metrics.add("stored_chunks", stored)
+        return stored
+
+    def _plan(
+        self, refs: Sequence[ChunkRef], specs: Sequence[LayerSpec], answers: Sequence[Presence]
+    ) -> tuple[list[ChunkRef], list[_Want], int]:
+        """Lock held. The chunks up to the first that cannot be stored, what of them is new, what counts."""
+        index, wants, stored = self._pair.index, [], 0
+        layer_idxs = frozenset(spec.layer_idx for spec in specs)
+        known = []
+        for number, (ref, answer) in enumerate(zip(refs, answers, strict=True)):
+            entry = index.get(ref.name)
+            present = answer is Presence.PRESENT
+            if entry is None:
+                wants.append(_Want(ref, list(specs), present, counted=False))
+                continue
+            if entry.standing is Standing.UNREAD or entry.prefix != ref.prefix:
+                reason = "unread" if entry.standing is Standing.UNREAD else "collision"
+                self._pair.metrics.loss(reason, len(refs) - number)
+                refs = refs[:number]
+                break
+            if present:
+                self._pair.confirm(entry, ref.kv_key)
+            known.append(entry)
+            counted = bool(entry.uncounted & layer_idxs)
+            entry.uncounted -= layer_idxs
+            stored += counted
+            missing = [spec for spec in specs if not entry.has(spec.layer_idx)]
+            if missing:
+                wants.append(_Want(ref, missing, present, counted))
+        index.touch(known)  # what this prompt already has shall not leave to make room for its rest
+        return list(refs), wants, stored
+
+    def _place(self, wants: Sequence[_Want], refs: Sequence[ChunkRef], deadline: float) -> list[dict[int, Slot]]:
+        """Lock held, given up while waiting. Slots for the first of ``wants``; none when there is no room."""
+        pair = self._pair
+        chunks = [(want.ref.num_tokens, want.specs) for want in wants]
+        if wants[0].nbytes > pair.hot.arena.capacity:
+            return []
+        while not self.closed:
+            placed = pair.hot.allocate(chunks)
+            if placed:
+                return placed
+            if not pair.cold.writable:
+                if not pair.discard_dirty(spare=frozenset(ref.name for ref in refs)):
+                    return []
+                continue
+            left = deadline - time.monotonic()
+            needed = sum(want.nbytes for want in wants) - pair.hot.ready_bytes
+            if left <= 0 or (pair.rate.bytes_per_sec and needed > left * pair.rate.bytes_per_sec):
+                return []
+            self._cleaner.waiting += 1
+            pair.mover.wake()
+            pair.room.wait(min(left, _LOOK_AGAIN_SEC))
+            self._cleaner.waiting -= 1
+        return []
+
+    def _copy(
+        self,
+        batch: Sequence[_Want],
+        placed: Sequence[Mapping[int, Slot]],
+        rows: Mapping[int, torch.Tensor],
+        offset: int,
+    ) -> None:
+        hot = self._pair.hot
+        for layer_idx, tensor in rows.items():
+            moves = [
+                Move(want.ref.start - offset, want.ref.num_tokens, slots[layer_idx])
+                for want, slots in zip(batch, placed, strict=True)
+                if layer_idx in slots
+            ]
+            hot.copy_in(tensor, moves)
+        for device in {tensor.device for tensor in rows.values()}:
+            hot.synchronize(device)
+
+    def _publish(
+        self, batch: Sequence[_Want], placed: Sequence[dict[int, Slot]], ids: bytes, *, streaming: bool
+    ) -> int:
+        """Lock held. The copied rows become part of their chunks; how many chunks are newly counted."""
+        pair = self._pair
+        created_at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = time.monotonic()
+        stored = 0
+        entries = []
+        for want, slots in zip(batch, placed, strict=True):
+            ref = want.ref
+            entry = pair.index.get(ref.name)
+            if entry is None:
+                standing = Standing.CONFIRMED if want.present else Standing.UNCONFIRMED
+                entry = Entry(ref.name, standing, ref.prefix, ref.num_tokens, ref.kv_key)
+                pair.index.add(entry)
+            # Another call may have stored the same chunk meanwhile, or found a collision first.
+            other = entry.standing is Standing.UNREAD or entry.prefix != ref.prefix
+            fresh = {idx: slot for idx, slot in slots.items() if not other and not entry.has(idx)}
+            pair.hot.free({idx: slot for idx, slot in slots.items() if idx not in fresh})
+            if not fresh:
+                continue
+            entry.hot.update(fresh)
+            if entry.meta is None:
+                entry.meta = ChunkMeta(
+                    ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
+                    self._model, created_at, self._capture,
+                )  # fmt: skip
+                entry.ids = ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES]
+            entry.stored_at = now
+            pair.index.settle(entry)
+            entries.append(entry)
+            stored += not want.counted
+        if streaming:
+            # What does not fit beside the prefix passes through the last slots: written first, evicted first.
+            for entry in entries:
+                pair.index.age(entry)
+        else:
+            pair.index.touch(entries)
+        pair.mover.wake()
+        return stored

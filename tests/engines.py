@@ -1,0 +1,181 @@
+"""Real LMCache engines on CPU for the tests, with KV that is really stored and loaded.
+
+Works with both tested releases: 0.5.7 has moved the in-process engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+
+try:
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
+    from lmcache.v1.hidden_state_store import HiddenStateStore
+    from lmcache.v1.token_database import ChunkedTokenDatabase
+except ImportError:
+    from lmcache.inprocess.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.inprocess.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
+    from lmcache.inprocess.v1.hidden_state_store import HiddenStateStore
+    from lmcache.inprocess.v1.token_database import ChunkedTokenDatabase
+
+__all__ = ["ChunkedTokenDatabase", "Engine", "HiddenStateStore", "LMCacheEngineBuilder", "make_config", "make_metadata"]
+
+CHUNK = 64
+KV_LAYERS, KV_HEADS, KV_HEAD = 2, 1, 32
+MIB = 1 << 20
+GIB = 1 << 30
+
+_numbers = itertools.count()
+
+
+def rows_of(num_tokens: int, hidden: int = 512, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random rows that are the same for the same seed."""
+    return torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens_of(num_chunks: float, seed: int = 0, chunk: int = CHUNK) -> list[int]:
+    """Token ids of a prompt of so many chunks."""
+    count = int(num_chunks * chunk)
+    return torch.randint(0, 50_000, (count,), generator=torch.Generator().manual_seed(seed + 1000)).tolist()
+
+
+class CpuConnector(MockGPUConnector):
+    """Moves KV between memory objects and a CPU tensor ``[2, layers, tokens, width]`` given as ``kv``."""
+
+    def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
+        for obj, start, end in zip(memory_objs, starts, ends, strict=True):
+            obj.tensor.copy_(kwargs["kv"][:, :, start:end, :])
+
+    def batched_to_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
+        for obj, start, end in zip(memory_objs, starts, ends, strict=True):
+            kwargs["kv"][:, :, start:end, :] = obj.tensor
+
+
+def make_metadata(**changes: Any) -> LMCacheMetadata:
+    chunk = changes.pop("chunk", CHUNK)
+    values: dict[str, Any] = {
+        "model_name": "org/test-model",
+        "world_size": 1,
+        "local_world_size": 1,
+        "worker_id": 0,
+        "local_worker_id": 0,
+        "kv_dtype": torch.bfloat16,
+        "kv_shape": (KV_LAYERS, 2, chunk, KV_HEADS, KV_HEAD),
+        "use_mla": False,
+        "role": "worker",
+        "chunk_size": chunk,
+    }
+    return LMCacheMetadata(**(values | changes))
+
+
+def make_config(
+    cold_path: object,
+    *,
+    plugin: str = "hs_tiered",
+    hot_bytes: int = 64 * MIB,
+    settings: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+    **changes: Any,
+) -> LMCacheEngineConfig:
+    """An engine config with the plugin; ``settings`` are ours, without their prefix."""
+    prefix = f"storage_plugin.{plugin}."
+    ours = {"cold_path": str(cold_path), "max_cold_size": 1, "min_free_disk": 0, **(settings or {})}
+    extra_config = {
+        f"{prefix}module_path": "lmcache_hs_backend",
+        f"{prefix}class_name": "HSTieredBackend",
+        **{prefix + key: value for key, value in ours.items()},
+        **(extra or {}),
+    }
+    values: dict[str, Any] = {
+        "chunk_size": CHUNK,
+        "local_cpu": True,
+        "max_local_cpu_size": 0.02,
+        "save_unfull_chunk": False,
+        "enable_hidden_state_cache": True,
+        "max_hidden_state_cpu_size": hot_bytes / GIB,
+        "storage_plugins": [plugin],
+        "extra_config": extra_config,
+        "lmcache_instance_id": f"test-{next(_numbers)}",
+    }
+    return LMCacheEngineConfig.from_defaults(**(values | changes))
+
+
+class Engine:
+    """A real engine, its store, and KV by seed. Use as a context manager."""
+
+    def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata | None = None) -> None:
+        self.id = f"engine-{next(_numbers)}"
+        self.config = config
+        self.metadata = metadata or make_metadata(chunk=config.chunk_size)
+        self.engine = LMCacheEngineBuilder.get_or_create(
+            self.id,
+            config,
+            self.metadata,
+            CpuConnector(self.metadata.kv_shape),
+            lambda tensor, source: tensor,
+            lambda obj, source: obj,
+        )
+        self.engine.post_init()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        LMCacheEngineBuilder.destroy(self.id)
+
+    @property
+    def store(self) -> Any:
+        return self.engine.hidden_state_store
+
+    @property
+    def manager(self) -> Any:
+        return self.engine.storage_manager
+
+    @property
+    def plugin(self) -> Any:
+        """Our façade, audited or not."""
+        backend = self.manager.storage_backends["hs_tiered"]
+        return getattr(backend, "real_backend", backend)
+
+    def kv(self, tokens: list[int], seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(2, KV_LAYERS, len(tokens), KV_HEADS * KV_HEAD, generator=generator).to(torch.bfloat16)
+
+    def store_kv(self, tokens: list[int], **kwargs: Any) -> torch.Tensor:
+        kv = self.kv(tokens)
+        self.engine.store(torch.tensor(tokens), kv=kv, **kwargs)
+        return kv
+
+    def keys(self, tokens: list[int], request_configs: dict[str, Any] | None = None) -> list[Any]:
+        database = self.engine.token_database
+        return [key for _, _, key in database.process_tokens(tokens=tokens, request_configs=request_configs)]
+
+    def evict_kv(self, key: Any) -> None:
+        """As LMCache's own LRU does: the backend drops it and tells nobody."""
+        for backend in self.manager.storage_backends.values():
+            real = getattr(backend, "real_backend", backend)
+            if not getattr(real, "holds_no_kv", False):
+                real.remove(key)
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        from waiting import wait_until
+
+        wait_until(condition, seconds)
+
+    def settled(self) -> Any:
+        """The store, with everything that was on disk at start known."""
+        assert self.store.tiers.wait_recovered(20)
+        return self.store
