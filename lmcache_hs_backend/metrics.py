@@ -117,8 +117,8 @@ class Metrics:
         self._counts: Counts[str] = Counts()
         self._sums: dict[str, float] = dict.fromkeys(HISTOGRAMS, 0.0)
         self._published: Counts[str] = Counts()
-        self._last_loss: dict[str, float] = {}
-        self._unlogged: Counts[str] = Counts()
+        self._reported: dict[str, float] = {}  # reason → when its losses were last in the log
+        self._unreported: Counts[str] = Counts()
         values = [str((labels or {}).get(label, "")) for label in LABELS]
         self._counters = {
             name: _metric(prometheus_client.Counter, name, doc).labels(*values) for name, doc in COUNTERS.items()
@@ -145,19 +145,26 @@ class Metrics:
         self._histograms[name].observe(seconds)
 
     def loss(self, reason: str, chunks: int = 1) -> None:
-        """Count rows that are lost, and say so in the log: at most one line per reason in ten seconds."""
-        now = time.monotonic()
+        """Count rows that are lost; ``reason`` is one of DROPS. The log has it with the next report."""
         with self._lock:
             self._counts[f"drops_{reason}"] += chunks
-            self._unlogged[reason] += chunks
-            last = self._last_loss.get(reason)
-            if last is not None and now - last < _LOG_INTERVAL_SEC:
-                return
-            self._last_loss[reason] = now
-            lost = self._unlogged.pop(reason)
-        # Evicting the oldest file is what a full cache does; everything else wants somebody's attention.
-        level = logging.INFO if reason == "cold_limit" else logging.WARNING
-        logger.log(level, "hidden states of %d chunk(s) lost: %s (drops_%s)", lost, DROPS[reason], reason)
+            self._unreported[reason] += chunks
+
+    def report_losses(self) -> None:
+        """Say in the log what was lost: at most one line per reason in ten seconds."""
+        now = time.monotonic()
+        with self._lock:
+            due = [
+                reason
+                for reason in self._unreported
+                if now - self._reported.get(reason, -_LOG_INTERVAL_SEC) >= _LOG_INTERVAL_SEC
+            ]
+            self._reported.update(dict.fromkeys(due, now))
+            losses = {reason: self._unreported.pop(reason) for reason in due}
+        for reason, lost in losses.items():
+            # Evicting the oldest file is what a full cache does; everything else wants somebody's attention.
+            level = logging.INFO if reason == "cold_limit" else logging.WARNING
+            logger.log(level, "hidden states of %d chunk(s) lost: %s (drops_%s)", lost, DROPS[reason], reason)
 
     def snapshot(self) -> dict[str, float]:
         """All counters, and the sums and counts of the histograms."""

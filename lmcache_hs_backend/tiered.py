@@ -7,12 +7,16 @@ name chunks; who asks for what, and under which keys, is not its business.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import torch
 
@@ -35,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_SEC = 20.0
 _TICK_SEC = 0.25
+_PUBLISH_SEC = 1.0
+_LOOK_AT_DEAD_SEC = 60.0
 _SAVE_USE_SEC = 600
 _VISITED_PER_TICK = 64
 
@@ -74,10 +80,10 @@ class TieredStore:
         self._callers = 0  # calls that are using slots; the pair's lock guards it
         self._namespace: Namespace | None = None
         try:
-            self._namespace = self._open_namespace(ident, setting)
-            self.directory = self._namespace.directory
-            self._pair.open(self._namespace, files or FileLayer())
-            self._check_size(setting)
+            namespace = self._namespace = self._open_namespace(ident, setting)
+            self.directory = namespace.directory
+            self._on_io_thread(lambda: self._pair.open(namespace, files or FileLayer()), setting)
+            self._on_io_thread(lambda: self._check_size(setting), setting)
         except BaseException:
             self._stop(time.monotonic() + 1.0)
             if self._namespace is not None:
@@ -89,6 +95,8 @@ class TieredStore:
         self._pair.mover.next_write = self._cleaner.next_write
         self._background.start(self._recover())
         self._background.every(_TICK_SEC, self._tick)
+        self._background.every(_PUBLISH_SEC, self._publish)
+        _open_stores.add(self)
 
     # -- chunks ----------------------------------------------------------------------------------------
 
@@ -296,7 +304,7 @@ class TieredStore:
                 self.metrics.loss("close", left)
             self._save_uses()
             ended = self._stop(deadline)
-            self.metrics.publish(self._gauges())
+            self._publish()
             with self._pair.lock:
                 if ended and not self._callers:
                     self._pair.hot.arena.release()
@@ -318,10 +326,20 @@ class TieredStore:
         try:
             return self._background.call(opening, _OPEN_TIMEOUT_SEC)
         except TimeoutError:
-            raise ConfigError(
-                f"{setting('cold_path')} is {self.config.cold_path!r}, but that disk has not answered in "
-                f"{_OPEN_TIMEOUT_SEC:g} s"
-            ) from None
+            raise self._no_answer(setting) from None
+
+    def _on_io_thread(self, call: Callable[[], None], setting: Callable[[str], str]) -> None:
+        """Look at the disk without hanging with it."""
+        try:
+            self._pair.mover.call(call).result(_OPEN_TIMEOUT_SEC)
+        except FutureTimeoutError:
+            raise self._no_answer(setting) from None
+
+    def _no_answer(self, setting: Callable[[str], str]) -> ConfigError:
+        return ConfigError(
+            f"{setting('cold_path')} is {self.config.cold_path!r}, but that disk has not answered in "
+            f"{_OPEN_TIMEOUT_SEC:g} s"
+        )
 
     def _check_size(self, setting: Callable[[str], str]) -> None:
         disk = os.statvfs(self.directory)
@@ -342,28 +360,32 @@ class TieredStore:
                 self._pair.mover.wake()
         await recovery.read_headers()
         self._recovered.set()
+        while True:
+            await asyncio.sleep(_LOOK_AT_DEAD_SEC)
+            await recovery.forget_revived()
 
     def _tick(self) -> None:
-        """A few times a second: health, accounts, and a look at the next few chunks in turn."""
+        """A few times a second: the disk's health, and a look at the next few chunks in turn."""
         pair = self._pair
         pair.cold.check_health(pair.mover.stuck(self.config.read_timeout_sec))
-        pair.pool.trim()
-        self.metrics.publish(self._gauges())
         with pair.lock:
             if not pair.cold.writable:
                 return
             for entry in pair.cold.take_failed_unlinks():
                 if pair.index.get(entry.name) is None:
                     pair.forget_file(entry)
-            if pair.mover.idle:
-                turn = pair.index.in_turn(_VISITED_PER_TICK)
-                old = time.time_ns() - _SAVE_USE_SEC * 10**9
-                for entry in turn:
-                    if entry.file_bytes and entry.used_ns > entry.saved_ns and entry.saved_ns < old:
-                        pair.mover.submit(SaveUse(pair, entry))
-            else:
-                turn = []
+            turn = pair.index.in_turn(_VISITED_PER_TICK)
+            old = time.time_ns() - _SAVE_USE_SEC * 10**9
+            for entry in turn:
+                if entry.file_bytes and entry.used_ns > entry.saved_ns and entry.saved_ns < old:
+                    pair.mover.submit(SaveUse(pair, entry))
         self._drop_orphans(turn)
+
+    def _publish(self) -> None:
+        """Once a second: what others look at, and memory that nobody has needed for a while."""
+        self.metrics.report_losses()
+        self.metrics.publish(self._gauges())
+        self._pair.pool.trim()
 
     def _drop_orphans(self, turn: Sequence[Entry]) -> None:
         """Chunks that nobody retrieves any more, because their KV is gone."""
@@ -389,3 +411,13 @@ class TieredStore:
         ended = self._pair.mover.join(deadline)
         self._pair.pool.close()
         return ended
+
+
+# A process that ends without closing still writes what is dirty: the threads are daemons and run until then.
+_open_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open_stores):
+        store.close()

@@ -394,7 +394,9 @@ class ColdTier:
             if victim.kind == "dead":
                 lock = NamespaceLock.take(victim.directory)
                 if lock is None:  # somebody lives there again: none of it is ours to count or delete
-                    self._forget_dead(victim)
+                    self._forget_dead(victim.directory)
+                    with self._lock:
+                        self.usage.dead -= victim.size
                     return
             if victim.entry is not None:
                 self.unlink(victim.entry)
@@ -413,11 +415,22 @@ class ColdTier:
                 with self._lock:
                     self._mover.release(victim.entry.name)
 
-    def _forget_dead(self, victim: _Victim) -> None:
+    def _forget_dead(self, directory: str) -> None:
         with self._lock:
-            theirs = [item for item in self.dead if item[1] == victim.directory]
-            self.dead = deque(item for item in self.dead if item[1] != victim.directory)
-            self.usage.dead -= victim.size + sum(file.size for file, _ in theirs)
+            theirs = [file for file, owner in self.dead if owner == directory]
+            self.dead = deque(item for item in self.dead if item[1] != directory)
+            self.usage.dead -= sum(file.size for file in theirs)
+
+    def forget_revived(self) -> None:
+        """Count no namespace as dead that somebody has locked since."""
+        with self._lock:
+            directories = {directory for _, directory in self.dead}
+        for directory in directories:
+            lock = NamespaceLock.take(directory)
+            if lock is None:
+                self._forget_dead(directory)
+            else:
+                lock.close()
 
     # -- health ----------------------------------------------------------------------------------------
 

@@ -113,19 +113,10 @@ class Mover:
     def queued_reads(self) -> int:
         return len(self._reads)
 
-    @property
-    def writing(self) -> int:
-        """Operations in flight that are not reads."""
-        return sum(not op.is_read for op, _ in self._running.values())
-
     def stuck(self, seconds: float) -> int:
-        """How many operations have been in flight for longer than ``seconds``."""
+        """How many operations on a chunk's file have been in flight for longer than ``seconds``."""
         oldest = time.monotonic() - seconds
-        return sum(started < oldest for _, started in self._running.values())
-
-    @property
-    def idle(self) -> bool:
-        return not self._running and not self._reads and not self._others
+        return sum(bool(op.name) and started < oldest for op, started in self._running.values())
 
     def _enqueue(self, op: FileOp) -> None:
         (self._reads if op.is_read else self._others).append(op)

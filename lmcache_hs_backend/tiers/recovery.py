@@ -81,6 +81,10 @@ class Recovery:
         while await loop.run_in_executor(self._executor, self._trim_batch):
             pass
 
+    async def forget_revived(self) -> None:
+        """Namespaces that were dead and have an owner again are no longer ours to count."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._pair.cold.forget_revived)
+
     # -- on an I/O thread --------------------------------------------------------------------------------
 
     def _scan_own(self) -> list[FoundFile]:

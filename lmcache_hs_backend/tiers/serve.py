@@ -48,7 +48,7 @@ class Serve:
         """
         pair = self._pair
         deadline = time.monotonic() + pair.config.read_timeout_sec
-        ensure_read(pair, refs, pair.config.read_timeout_sec)
+        ensure_read(pair, refs, deadline - time.monotonic())
         with pair.lock:
             known, _ = self._prefix(refs, layer_idxs, dtype is None)
         answers = pair.presence([ref.kv_key for ref in refs[:known]], False)

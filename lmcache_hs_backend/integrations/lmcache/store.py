@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -240,7 +241,9 @@ class TieredHiddenStateStore:
     def attach(self, engine: Any) -> None:
         """Belong to an engine: heed its health, and close when it vanishes without closing us."""
         self._presence.watch(engine)
-        weakref.finalize(engine, self.tiers.close)
+        # A finalizer runs on any thread and inside any lock: it may do nothing but start somebody else.
+        vanished = weakref.finalize(engine, _close_behind, self.tiers)
+        vanished.atexit = False  # TieredStore sees to the end of the process
 
     def kv_removed(self, keys: Iterable[Any]) -> None:
         """LMCache has been told to remove the KV of these keys everywhere."""
@@ -291,6 +294,10 @@ class TieredHiddenStateStore:
 
     def _name_of_hash(self, chunk_hash: int) -> bytes:
         return key_name(self._token_database._make_key_by_hash(chunk_hash))
+
+
+def _close_behind(tiers: TieredStore) -> None:
+    threading.Thread(target=tiers.close, name="hs-close", daemon=True).start()
 
 
 def key_name(key: Any) -> bytes:
