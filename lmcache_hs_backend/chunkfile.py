@@ -335,7 +335,12 @@ def open_regular(files: FileLayer, path: str, *, direct: bool = False) -> tuple[
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = files.open(path, flags | (os.O_DIRECT if direct else 0))
+        try:
+            fd = files.open(path, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            fd = files.open(path, flags)  # O_DIRECT is refused for what is not a regular file: look first
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise BadChunk("type", f"{path} is not a regular file") from None

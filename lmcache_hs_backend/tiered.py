@@ -276,11 +276,11 @@ class TieredStore:
         pair = self._pair
         deadline = time.monotonic() + timeout
         with pair.lock:
-            self._cleaner.waiting += 1
+            self._cleaner.flushing += 1
             pair.mover.wake()
             while pair.index.dirty_chunks and pair.cold.writable and time.monotonic() < deadline:
                 pair.room.wait(min(0.1, max(0.0, deadline - time.monotonic())))
-            self._cleaner.waiting -= 1
+            self._cleaner.flushing -= 1
             return pair.index.dirty_chunks
 
     def close(self) -> None:

@@ -23,7 +23,8 @@ class Cleaner:
 
     def __init__(self, pair: TierPair) -> None:
         self.enabled = False  # not before it is known what is on disk already
-        self.waiting = 0  # stores that wait for room, and flushes
+        self.flushing = 0  # calls that wait until everything is written
+        self.wanted_bytes = 0  # what stores that wait need to become free or clean; no more is written for them
         self._pair = pair
 
     def next_write(self) -> FileOp | float:
@@ -34,10 +35,11 @@ class Cleaner:
         now = time.monotonic()
         wait = IDLE_SEC
         short = pair.hot.ready_bytes < pair.config.clean_fraction * pair.hot.arena.capacity
-        if self.waiting or short:
+        awaited = self.flushing or pair.hot.ready_bytes + pair.writing_bytes < self.wanted_bytes
+        if awaited or short:
             entry = self._first(pair.index.dirty.values())
             if entry is not None:
-                settled = 0.0 if self.waiting else entry.stored_at + SETTLE_SEC - now
+                settled = 0.0 if awaited else entry.stored_at + SETTLE_SEC - now
                 if settled <= 0:
                     return Write(pair, entry)
                 wait = min(wait, settled)

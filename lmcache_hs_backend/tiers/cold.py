@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SEC = 5.0
 PROBE_SEC = (1.0, 30.0)  # first and longest time between two attempts to reach a disk that has failed
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ColdState(Enum):
@@ -171,6 +171,7 @@ class ColdTier:
         started = time.monotonic()
         nbytes = _most_bytes(meta, ids, rows)
         self._reserve(nbytes)
+        size = 0
         try:
             try:
                 temporary, layout = self._write(entry, meta, ids, rows, archive)
@@ -179,22 +180,22 @@ class ColdTier:
                     raise
                 temporary, layout = self._write(entry, meta, ids, rows, archive)  # once more, with room made
             self._rename(temporary, chunk_path(self._root(archive), entry.name))
+            size = layout.size
         except OSError as error:
-            with self._lock:
-                self.usage.reserved -= nbytes
             if error.errno in _NO_SPACE:
                 self._metrics.add("errors_disk_full")
                 self._pause(f"no space left: {error}")
                 raise NoRoom(for_ever=False) from None
             self._failed("write", error)
             raise
-        with self._lock:
-            self.usage.reserved -= nbytes
-            if archive:
-                self._count_archived(entry.name, layout.size)
-            else:
-                self.usage.own += layout.size - entry.file_bytes
-                entry.file_bytes = layout.size
+        finally:
+            with self._lock:
+                self.usage.reserved -= nbytes
+                if size and archive:
+                    self._count_archived(entry.name, size)
+                elif size:
+                    self.usage.own += size - entry.file_bytes
+                    entry.file_bytes = size
         self._metrics.observe("disk_write_seconds", time.monotonic() - started)
         self._metrics.add("written_chunks")
         self._metrics.add("written_bytes", layout.size)
@@ -381,12 +382,13 @@ class ColdTier:
         if self.archived:
             name, size = self.archived.popitem(last=False)
             return _Victim(chunk_path(self._root(archive=True), name), size, "archive")
-        for entry in self._index.cold.values():
-            if not entry.leases and not self._mover.is_busy(entry.name):
-                self._mover.claim(entry.name)
-                self._forget(entry)
-                return _Victim(self.path(entry.name), entry.file_bytes, "own", entry)
-        return None
+        idle = (e for e in self._index.cold.values() if not e.leases and not self._mover.is_busy(e.name))
+        entry = self._index.oldest(idle)
+        if entry is None:
+            return None
+        self._mover.claim(entry.name)
+        self._forget(entry)
+        return _Victim(self.path(entry.name), entry.file_bytes, "own", entry)
 
     def _evict_file(self, victim: _Victim) -> None:
         lock = None

@@ -84,9 +84,9 @@ class HotTier:
         self.free(slots)
 
     def _evict_one(self) -> bool:
-        if not self._index.clean:
+        entry = self._index.oldest(self._index.clean.values())
+        if entry is None:
             return False
-        entry = next(iter(self._index.clean.values()))
         self.vacate(entry)
         self._index.settle(entry)
         self._on_evict(entry)

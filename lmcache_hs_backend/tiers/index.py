@@ -20,9 +20,10 @@ file has it, *dirty* when it is hot and the file does not have it.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from typing import Any, NamedTuple
 from lmcache_hs_backend.arena import align
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
 from lmcache_hs_backend.chunkfile import FileLayout
+
+
+_SIDE_BY_SIDE = 16
 
 
 class Standing(Enum):
@@ -188,7 +192,17 @@ class Index:
         """Make an entry the first to leave RAM: the suffix of a sequence that does not fit."""
         for order in (self.clean, self.dirty):
             if entry.name in order:
+                entry.used_ns = min(entry.used_ns, next(iter(order.values())).used_ns - 1)
                 order.move_to_end(entry.name, last=False)
+
+    @staticmethod
+    def oldest(entries: Iterable[Entry]) -> Entry | None:
+        """The least recently used of an order.
+
+        Chunks enter ``clean`` and ``cold`` when their write ends, and writes that run side by side end in
+        any order; so the first few are compared.
+        """
+        return min(itertools.islice(entries, _SIDE_BY_SIDE), key=lambda entry: entry.used_ns, default=None)
 
     def tick(self) -> int:
         """Nanoseconds of the clock, strictly ascending whatever the clock does."""

@@ -135,10 +135,13 @@ class Intake:
             needed = sum(want.nbytes for want in wants) - pair.hot.ready_bytes
             if left <= 0 or (pair.rate.bytes_per_sec and needed > left * pair.rate.bytes_per_sec):
                 return []
-            self._cleaner.waiting += 1
+            # A few chunks at a time: what is written beyond need would be evicted from this prompt's prefix.
+            first = wants[0].nbytes
+            wanted = pair.hot.ready_bytes + min(max(needed, first), pair.config.io_threads * first)
+            self._cleaner.wanted_bytes += wanted
             pair.mover.wake()
             pair.room.wait(min(left, _LOOK_AGAIN_SEC))
-            self._cleaner.waiting -= 1
+            self._cleaner.wanted_bytes -= wanted
         return []
 
     def _copy(

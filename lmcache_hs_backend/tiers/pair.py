@@ -52,6 +52,7 @@ class TierPair:
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.mover = Mover(self.lock, config.io_threads, lambda: metrics.add("errors_internal"))
         self.rate = RateMeter()
+        self.writing_bytes = 0  # slots of chunks that are being written, and will be clean when that is done
 
     def open(self, namespace: Namespace, files: FileLayer) -> None:
         """Attach the directory that this process owns."""
@@ -336,6 +337,8 @@ class Write(FileOp):
         entry.claimed = True
         pair.lease(entry)
         pair.rate.start()
+        self._slot_bytes = entry.hot_bytes
+        pair.writing_bytes += self._slot_bytes
 
     def run(self) -> None:
         pair, entry = self._pair, self._entry
@@ -350,6 +353,7 @@ class Write(FileOp):
         finally:
             with pair.lock:
                 pair.rate.finish(written)
+                pair.writing_bytes -= self._slot_bytes
                 entry.claimed = False
                 pair.release(entry)
                 pair.room.notify_all()

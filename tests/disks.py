@@ -1,0 +1,86 @@
+"""Disks that fail: the cold tier's system calls with faults put in front of the real ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from lmcache_hs_backend.chunkfile import FileLayer
+
+INJECTED: Counter[str] = Counter()  # faults by kind, over the whole test run
+
+
+class FaultyDisk(FileLayer):
+    """Real files, with errors, slowness, hanging and short transfers on demand."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}  # system call → errno
+        self.fail_once: dict[str, int] = {}
+        self.bytes_per_sec = 0.0  # 0: as fast as the disk is
+        self.short = 0  # most bytes that one transfer moves; 0: all
+        self.calls: Counter[str] = Counter()
+        self.hanging = 0  # calls that are stuck at the moment
+        self._go = threading.Event()
+        self._go.set()
+        self._turn = threading.Lock()  # one head, whatever the number of threads
+
+    def hang(self) -> None:
+        """From now on, no read or write returns."""
+        self._go.clear()
+
+    def resume(self) -> None:
+        self._go.set()
+
+    def _before(self, call: str) -> None:
+        self.calls[call] += 1
+        code = self.fail_once.pop(call, 0) or self.errors.get(call, 0)
+        if code:
+            INJECTED[errno.errorcode[code]] += 1
+            raise OSError(code, os.strerror(code))
+
+    def _transfer(self, call: str, real: Any, fd: int, views: Any, offset: int) -> int:
+        self._before(call)
+        if not self._go.is_set():
+            INJECTED["hang"] += 1
+            self.hanging += 1
+            try:
+                self._go.wait()
+            finally:
+                self.hanging -= 1
+            self._before(call)
+        if self.short:
+            INJECTED["short"] += 1
+            first = next(view for view in views if len(view))
+            views = [first[: self.short]]
+        if self.bytes_per_sec:
+            INJECTED["slow"] += 1
+            with self._turn:
+                rate = self.bytes_per_sec
+                time.sleep(sum(len(view) for view in views) / rate if rate else 0)
+        return int(real(fd, views, offset))
+
+    def preadv(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+        return self._transfer("preadv", os.preadv, fd, views, offset)
+
+    def pwritev(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+        return self._transfer("pwritev", os.pwritev, fd, views, offset)
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:  # type: ignore[override]
+        self._before("open")
+        return os.open(path, flags, mode)
+
+    def rename(self, source: str, target: str) -> None:  # type: ignore[override]
+        self._before("rename")
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:  # type: ignore[override]
+        self._before("unlink")
+        os.unlink(path)
+
+    def statvfs(self, path: str) -> Any:  # type: ignore[override]
+        self._before("statvfs")
+        return os.statvfs(path)
