@@ -198,7 +198,7 @@ def test_a_disk_that_fails_reads_is_a_miss_and_the_chunks_are_served_when_it_is_
 
 def test_a_full_disk_evicts_then_pauses_and_never_fails_a_store(tmp_path: Path, disk: FaultyDisk) -> None:
     with opened(tmp_path, files=disk, write_back_sec=0) as store:
-        p, _ = on_disk(store, 4)
+        on_disk(store, 4)
         disk.errors["pwritev"] = errno.ENOSPC
         q, y = prompt(2), rows(2 * CHUNK, seed=3)
         assert store.store(q.refs, q.bytes, {0: y}) == 2
@@ -369,7 +369,8 @@ from prompts import *
 from disks import FaultyDisk
 from lmcache_hs_backend.tiered import TieredStore
 disk = FaultyDisk()
-store = TieredStore(settings({str(tmp_path)!r}, write_back_sec=0, close_timeout_sec=0.5), 8 * LAYER_BYTES, IDENT, files=disk)
+config = settings({str(tmp_path)!r}, write_back_sec=0, close_timeout_sec=0.5)
+store = TieredStore(config, 8 * LAYER_BYTES, IDENT, files=disk)
 disk.hang()
 p = prompt(4)
 assert store.store(p.refs, p.bytes, {{0: rows(4 * CHUNK)}}) == 4
@@ -446,7 +447,7 @@ def test_a_cold_path_that_cannot_work_is_one_clear_error_and_leaves_nothing(tmp_
         path, changes = tmp_path, {"max_cold_size": 1e9}
     else:
         path = Path("/proc/nowhere")
-    with pytest.raises(ConfigError, match="cold_path|max_cold_size") as raised, opened(path, **changes):
+    with pytest.raises(ConfigError, match=r"cold_path|max_cold_size") as raised, opened(path, **changes):
         pass
     assert str(path) in str(raised.value)
     wait_until(lambda: {thread.name for thread in threading.enumerate()} <= before)

@@ -323,19 +323,21 @@ def test_recycled_output_memory_is_never_shared_by_two_results(store: TieredStor
 
 
 def test_store_and_hot_retrieve_do_no_file_io_on_the_callers_thread(store: TieredStore) -> None:
-    def traffic() -> tuple[int, int]:
+    def system_calls() -> tuple[int, int]:
+        """Reads and writes of this thread so far, those of this look included."""
         with open("/proc/thread-self/io") as file:
             figures = dict(line.split(": ") for line in file.read().splitlines())
-        return int(figures["wchar"]), int(figures["syscw"])
+        return int(figures["syscr"]), int(figures["syscw"])
 
     p, x = prompt(12), rows(12 * CHUNK)
-    before = traffic()
-    store.store(p.refs, p.bytes, {0: x})
-    q = Prompt(p.ids[: 4 * CHUNK])
-    store.retrieve(q.refs, [0])
-    assert traffic() == before
-    read_before = open("/proc/thread-self/io").read().split("rchar: ")[1].split()[0]
-    del read_before
+    hot = Prompt(p.ids[: 3 * CHUNK])
+    first = system_calls()
+    look = tuple(b - a for a, b in zip(first, system_calls(), strict=True))
+    before = system_calls()
+    assert store.store(p.refs, p.bytes, {0: x}) == 12
+    assert torch.equal(store.retrieve(hot.refs, [0])[0], x[: 3 * CHUNK].float())
+    assert tuple(b - a for a, b in zip(before, system_calls(), strict=True)) == look
+    assert store.stats()["hits_hot"] == 3
     assert store.stats()["written_chunks"] >= 4, "the files were written by others"
 
 

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SEC = 5.0
 PROBE_SEC = (1.0, 30.0)  # first and longest time between two attempts to reach a disk that has failed
+_TELL_AGAIN_SEC = 10.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -127,6 +128,7 @@ class ColdTier:
         self._probe: threading.Thread | None = None
         self._probe_delay = PROBE_SEC[0]
         self._unlink_later: list[Entry] = []
+        self._told_at = -_TELL_AGAIN_SEC
 
     # -- one chunk's file ------------------------------------------------------------------------------
 
@@ -238,7 +240,13 @@ class ColdTier:
 
     def quarantine(self, entry: Entry, bad: BadChunk) -> None:
         """Set a bad file aside, so that a person can look at it; a missing one is only counted out."""
-        logger.warning("chunk file %s is not usable (%s): %s", self.path(entry.name), bad.reason, bad)
+        now = time.monotonic()
+        told = now - self._told_at < _TELL_AGAIN_SEC
+        if not told:
+            self._told_at = now
+        # One line says what to look for; when a whole directory is damaged, the counters tell the rest.
+        level = logging.DEBUG if told else logging.WARNING
+        logger.log(level, "chunk file %s is not usable (%s): %s", self.path(entry.name), bad.reason, bad)
         size = entry.file_bytes
         target = os.path.join(
             self._directory, QUARANTINE, f"{entry.name.hex()}.{time.time_ns():x}.{bad.reason}{chunkfile.SUFFIX}"

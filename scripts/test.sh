@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Lint, types and all tests, with everything they need in a virtual environment of their own.
+#
+#   scripts/test.sh                      everything, on LMCache 0.5.6
+#   scripts/test.sh --lmcache 0.5.7rc2   the tests that build a real engine, on another release of LMCache
+#   scripts/test.sh --quick              everything, with the long-running tests cut short
+#   scripts/test.sh [...] -- ARGS        further arguments for pytest
+#
+# Needs Python 3.10 or later with pip, nothing else. PYTHON names another interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+default_lmcache=0.5.6
+lmcache=$default_lmcache
+torch=2.13.0
+quick=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --lmcache) lmcache=${2:?--lmcache needs a version}; shift 2 ;;
+    --quick) quick=1; shift ;;
+    --) shift; break ;;
+    -h | --help) sed -n '2,9p' "$0" | cut -c3-; exit 0 ;;
+    *) echo "scripts/test.sh: unknown argument $1 (see --help)" >&2; exit 2 ;;
+  esac
+done
+
+venv=.venv
+[ "$lmcache" = "$default_lmcache" ] || venv=.venv-lmcache-$lmcache
+python=$venv/bin/python
+stamp="$torch $lmcache $(cksum pyproject.toml)"
+if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
+  echo "== setting up $venv: torch $torch, lmcache $lmcache"
+  [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$venv"
+  # torch first and pinned: left to a dependency, pip would bring the CUDA build, gigabytes of it.
+  "$python" -m pip install -q "torch==$torch"
+  "$python" -m pip install -q "lmcache==$lmcache"
+  "$python" -m pip install -q -e '.[dev,extract]'
+  echo "$stamp" > "$venv/stamp"
+fi
+
+export LMCACHE_TRACK_USAGE=false LMCACHE_LOG_LEVEL=WARNING HF_HUB_OFFLINE=1
+if [ -n "$quick" ]; then
+  export HS_FUZZ_SEC=5 HS_STRESS_SEC=5 HS_SOAK_SEC=10
+else
+  export HS_FUZZ_SEC=60 HS_STRESS_SEC=30 HS_SOAK_SEC=20
+fi
+
+if [ "$lmcache" != "$default_lmcache" ]; then
+  echo "== engine tests on lmcache $lmcache"
+  HS_STRESS_SEC=10 exec "$python" -m pytest -m engine --durations=5 "$@"
+fi
+
+echo "== ruff"
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+echo "== mypy"
+"$python" -m mypy
+echo "== tests on lmcache $lmcache"
+exec "$python" -m pytest --cov --cov-report=term --durations=10 "$@"
