@@ -32,7 +32,6 @@ from lmcache_hs_backend.arena import align
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
 from lmcache_hs_backend.chunkfile import FileLayout
 
-
 _SIDE_BY_SIDE = 16
 
 
@@ -157,6 +156,12 @@ class Index:
         self.standings[standing] += 1
         entry.standing = standing
 
+    def hold(self, entry: Entry) -> None:
+        """A lease has begun: the chunk may not leave RAM. ``settle`` undoes it."""
+        if self.clean.pop(entry.name, None) is not None:
+            self.clean_bytes -= entry.counted_clean_bytes
+            entry.counted_clean_bytes = 0
+
     def settle(self, entry: Entry) -> None:
         """Put an entry into the orders that fit its state. Called after every change to it."""
         name = entry.name
@@ -181,12 +186,17 @@ class Index:
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """A sequence was used: its chunks become the youngest, the first one youngest of all."""
-        for entry in reversed(entries):
+        clean, dirty, cold = self.clean, self.dirty, self.cold
+        for used_ns, entry in enumerate(reversed(entries), self.tick()):
             if entry.standing is not Standing.GONE:
-                entry.used_ns = self.tick()
-                for order in (self.clean, self.dirty, self.cold):
-                    if entry.name in order:
-                        order.move_to_end(entry.name)
+                name = entry.name
+                entry.used_ns = self._last_ns = used_ns
+                if name in clean:
+                    clean.move_to_end(name)
+                elif name in dirty:
+                    dirty.move_to_end(name)
+                if entry.file_bytes and name in cold:
+                    cold.move_to_end(name)
 
     def age(self, entry: Entry) -> None:
         """Make an entry the first to leave RAM: the suffix of a sequence that does not fit."""

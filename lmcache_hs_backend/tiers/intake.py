@@ -79,7 +79,8 @@ class Intake:
                         pair.hot.free(slots)
                 raise
             with pair.lock:
-                stored += self._publish(batch, placed, ids, streaming=done > 0)
+                more = done + len(placed) < len(wants)
+                stored += self._publish(batch, placed, ids, streaming=done > 0, more=more)
             done += len(placed)
         with pair.lock:
             entries = [pair.index.get(ref.name) for ref in refs]
@@ -163,7 +164,7 @@ class Intake:
             hot.synchronize(device)
 
     def _publish(
-        self, batch: Sequence[_Want], placed: Sequence[dict[int, Slot]], ids: bytes, *, streaming: bool
+        self, batch: Sequence[_Want], placed: Sequence[dict[int, Slot]], ids: bytes, *, streaming: bool, more: bool
     ) -> int:
         """Lock held. The copied rows become part of their chunks; how many chunks are newly counted."""
         pair = self._pair
@@ -176,30 +177,37 @@ class Intake:
             entry = pair.index.get(ref.name)
             if entry is None:
                 standing = Standing.CONFIRMED if want.present else Standing.UNCONFIRMED
-                entry = Entry(ref.name, standing, ref.prefix, ref.num_tokens, ref.kv_key)
+                entry = Entry(ref.name, standing, ref.prefix, ref.num_tokens, ref.kv_key, slots)
+                self._describe(entry, ref, ids, created_at)
+                entry.stored_at = now
                 pair.index.add(entry)
-            # Another call may have stored the same chunk meanwhile, or found a collision first.
-            other = entry.standing is Standing.UNREAD or entry.prefix != ref.prefix
-            fresh = {idx: slot for idx, slot in slots.items() if not other and not entry.has(idx)}
-            pair.hot.free({idx: slot for idx, slot in slots.items() if idx not in fresh})
-            if not fresh:
-                continue
-            entry.hot.update(fresh)
-            if entry.meta is None:
-                entry.meta = ChunkMeta(
-                    ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
-                    self._model, created_at, self._capture,
-                )  # fmt: skip
-                entry.ids = ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES]
-            entry.stored_at = now
-            pair.index.settle(entry)
+            else:
+                # Another call may have stored the same chunk meanwhile, or found a collision first.
+                other = entry.standing is Standing.UNREAD or entry.prefix != ref.prefix
+                fresh = {idx: slot for idx, slot in slots.items() if not other and not entry.has(idx)}
+                pair.hot.free({idx: slot for idx, slot in slots.items() if idx not in fresh})
+                if not fresh:
+                    continue
+                entry.hot.update(fresh)
+                if entry.meta is None:
+                    self._describe(entry, ref, ids, created_at)
+                entry.stored_at = now
+                pair.index.settle(entry)
             entries.append(entry)
             stored += not want.counted
         if streaming:
             # What does not fit beside the prefix passes through the last slots: written first, evicted first.
             for entry in entries:
                 pair.index.age(entry)
-        else:
+        elif more:
             pair.index.touch(entries)
         pair.mover.wake()
         return stored
+
+    def _describe(self, entry: Entry, ref: ChunkRef, ids: bytes, created_at: str) -> None:
+        """What a file of the chunk will say of it, kept for as long as it has rows in RAM."""
+        entry.meta = ChunkMeta(
+            ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
+            self._model, created_at, self._capture,
+        )  # fmt: skip
+        entry.ids = ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES]

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import torch
+
 from lmcache_hs_backend.arena import Buffer, BufferPool
 from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_name
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
@@ -66,7 +68,8 @@ class TierPair:
     def lease(self, entry: Entry) -> None:
         """Keep the slots of an entry where they are until ``release``."""
         entry.leases += 1
-        self.index.settle(entry)
+        if entry.leases == 1:
+            self.index.hold(entry)
 
     def release(self, entry: Entry) -> None:
         """End a lease; the last one of a chunk that is GONE frees its slots."""
@@ -74,8 +77,14 @@ class TierPair:
         if entry.standing is Standing.GONE:
             if not entry.leases:
                 self._vacate(entry)
-        else:
+        elif not entry.leases:
             self.index.settle(entry)
+
+    def release_used(self, entries: Sequence[Entry]) -> None:
+        """End a lease on each chunk of a sequence that was used: they become the youngest, the first most of all."""
+        for entry in reversed(entries):
+            self.release(entry)
+        self.index.touch(entries)
 
     def detach(self, entry: Entry) -> None:
         """Take a chunk out of the index and of RAM; its file is the caller's business."""
@@ -208,12 +217,12 @@ class TierPair:
 class Arrival(NamedTuple):
     """What became of one ``Read``: ``miss`` is a reason of metrics.MISSES, or None when the rows are there.
 
-    They are in the slots of the entry, or, where no slot was free, in ``scratch``.
+    They are in the slots of the entry, or, where no slot was free, in ``scratch`` (layer_idx → rows).
     """
 
     position: int
     miss: str | None
-    scratch: dict[int, Buffer]
+    scratch: dict[int, torch.Tensor]
 
 
 class Read(FileOp):
@@ -236,7 +245,7 @@ class Read(FileOp):
         pair.lease(entry)
 
     def run(self) -> None:
-        scratch: dict[int, Buffer] = {}
+        scratch: dict[int, torch.Tensor] = {}
         miss: str | None = "bad_file"
         try:
             miss = self._read(scratch)
@@ -246,7 +255,7 @@ class Read(FileOp):
             if self._arrivals is not None:
                 self._arrivals.put(Arrival(self._position, miss, scratch))
 
-    def _read(self, scratch: dict[int, Buffer]) -> str | None:
+    def _read(self, scratch: dict[int, torch.Tensor]) -> str | None:
         pair, entry = self._pair, self._entry
         with pair.lock:
             # A read before this one may have brought some of the layers already.
@@ -288,7 +297,7 @@ class Read(FileOp):
         return placed[0] if placed else {}
 
     def _into(
-        self, wanted: Sequence[int], layout: FileLayout, slots: Mapping[int, Slot], scratch: dict[int, Buffer]
+        self, wanted: Sequence[int], layout: FileLayout, slots: Mapping[int, Slot], scratch: dict[int, torch.Tensor]
     ) -> dict[int, memoryview]:
         into = {}
         for layer_idx in wanted:
@@ -298,8 +307,9 @@ class Read(FileOp):
             if layer_idx in slots:
                 into[layer_idx] = self._pair.hot.arena.bytes_at(slots[layer_idx].offset, nbytes)
             else:
-                scratch[layer_idx] = self._pair.pool.get(nbytes)
-                into[layer_idx] = scratch[layer_idx].bytes()
+                buffer = self._pair.pool.get(nbytes)
+                scratch[layer_idx] = buffer.rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
+                into[layer_idx] = buffer.bytes()
         return into
 
     def _give_back(self, slots: Mapping[int, Slot]) -> None:

@@ -23,12 +23,11 @@ from lmcache_hs_backend.tiers.pair import Arrival, Read, TierPair
 
 
 class _Hit(NamedTuple):
-    """A leased chunk of a walk: how its layers are kept, and which of them must be read."""
+    """A leased chunk of a walk, and the layers of it that must be read."""
 
     ref: ChunkRef
     entry: Entry
-    specs: dict[int, LayerSpec]
-    cold: list[int]
+    cold: tuple[int, ...]
 
 
 class Serve:
@@ -50,29 +49,30 @@ class Serve:
         deadline = time.monotonic() + pair.config.read_timeout_sec
         ensure_read(pair, refs, deadline - time.monotonic())
         with pair.lock:
-            known, _ = self._prefix(refs, layer_idxs, dtype is None)
-        answers = pair.presence([ref.kv_key for ref in refs[:known]], False)
-        arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        with pair.lock:
-            hits, miss = self._lease(refs, layer_idxs, dtype is None, answers)
-            reads = {
-                position: Read(pair, hit.entry, hit.cold, position, arrivals)
-                for position, hit in enumerate(hits)
-                if hit.cold
-            }
-            for read in reads.values():
-                pair.mover.submit(read)
+            hits, specs, miss = self._walk(refs, layer_idxs, dtype is None)
         served = 0
         try:
-            if hits:
-                rows = self._outputs(hits, layer_idxs, dtype)
-                self._copy_hot(hits, rows)
-                served, miss = self._copy_cold(hits, rows, reads, arrivals, deadline, miss)
+            answers = pair.presence([hit.ref.kv_key for hit in hits], False)
+            arrivals: SimpleQueue[Arrival] = SimpleQueue()
+            with pair.lock:
+                known, miss = self._judge(hits, answers, miss)
+                reads = {
+                    position: Read(pair, hit.entry, hit.cold, position, arrivals)
+                    for position, hit in enumerate(hits[:known])
+                    if hit.cold
+                }
+                for read in reads.values():
+                    pair.mover.submit(read)
+            if known:
+                tokens = hits[known - 1].ref.end
+                rows = {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
+                self._copy_hot(hits[:known], rows)
+                served, miss = self._copy_cold(hits[:known], rows, reads, arrivals, deadline, miss)
         finally:
             with pair.lock:
-                for hit in hits:
+                for hit in hits[served:]:
                     pair.release(hit.entry)
-                pair.index.touch([hit.entry for hit in hits[:served]])
+                pair.release_used([hit.entry for hit in hits[:served]])
         if miss is not None:
             pair.metrics.add(f"misses_{miss}")
         if not served:
@@ -107,78 +107,64 @@ class Serve:
 
     # -- the walk, lock held -----------------------------------------------------------------------------
 
-    def _prefix(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool) -> tuple[int, str | None]:
-        """How many chunks have every layer in one shape, and why the next one does not count."""
-        if self.closed:
-            return 0, None
-        pair = self._pair
-        readable = pair.cold.readable
-        shape: list[LayerSpec] | None = None
-        for number, ref in enumerate(refs):
-            entry = pair.index.get(ref.name)
-            if entry is None or entry.standing is Standing.UNREAD:
-                return number, "absent"
-            if entry.prefix != ref.prefix:
-                return number, "collision"
-            specs = []
-            for layer_idx in layer_idxs:
-                spec = entry.spec(layer_idx)
-                if spec is None:
-                    return number, "layer"
-                if not readable and layer_idx not in entry.hot:
-                    return number, "offline"
-                specs.append(spec if native else spec._replace(dtype=torch.float32))
-            if shape is None:
-                shape = specs
-            elif shape != specs:
-                return number, "shape"
-        return len(refs), None
+    def _walk(
+        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool
+    ) -> tuple[list[_Hit], list[LayerSpec], str | None]:
+        """Lease the chunks, from the first on, that have every layer in one shape.
 
-    def _lease(
-        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool, answers: Sequence[Presence]
-    ) -> tuple[list[_Hit], str | None]:
-        """The chunks that may be served now, leased; chunks whose KV is gone leave both tiers."""
-        pair = self._pair
-        known, miss = self._prefix(refs, layer_idxs, native)
+        Returns them, the layers of the first of them, and why the next chunk does not count.
+        """
         hits: list[_Hit] = []
-        ended = False
-        for ref, answer in zip(refs[:known], answers, strict=False):
-            entry = pair.index.get(ref.name)
-            if entry is None:  # the same chunk twice in one prompt, dropped a moment ago
-                break
-            if answer is Presence.PRESENT:
-                if not ended:
-                    pair.confirm(entry, ref.kv_key)
-                    entry.uncounted = frozenset()
-                    cold = [layer_idx for layer_idx in layer_idxs if layer_idx not in entry.hot]
-                    specs = {idx: spec for idx in layer_idxs if (spec := entry.spec(idx)) is not None}
-                    hits.append(_Hit(ref, entry, specs, cold))
-                    pair.lease(entry)
-                continue
-            if not ended:
-                ended = True
-                miss = "kv_unknown" if answer is Presence.UNKNOWN else "kv_absent"
-                if answer is Presence.GONE and entry.standing is Standing.CONFIRMED:
-                    miss = "kv_gone"
-            if answer is Presence.GONE and entry.standing is Standing.CONFIRMED:
-                pair.kv_gone(entry)
-        if not ended and len(hits) < known:
-            miss = "absent"  # it came after the KV was asked for
-        return hits, miss
+        first: list[LayerSpec] = []
+        if self.closed:
+            return hits, first, None
+        pair = self._pair
+        entries, readable = pair.index.entries, pair.cold.readable
+        for ref in refs:
+            entry = entries.get(ref.name)
+            if entry is None or entry.standing is Standing.UNREAD:
+                return hits, first, "absent"
+            if entry.prefix != ref.prefix:
+                return hits, first, "collision"
+            specs = []
+            cold: tuple[int, ...] = ()
+            for layer_idx in layer_idxs:
+                slot = entry.hot.get(layer_idx)
+                spec = slot.spec if slot is not None else entry.spec(layer_idx)
+                if spec is None:
+                    return hits, first, "layer"
+                if slot is None:
+                    if not readable:
+                        return hits, first, "offline"
+                    cold += (layer_idx,)
+                specs.append(spec)
+            if not hits:
+                first = specs
+            elif specs != first and (native or [s.hidden_dim for s in specs] != [s.hidden_dim for s in first]):
+                return hits, first, "shape"
+            pair.lease(entry)
+            hits.append(_Hit(ref, entry, cold))
+        return hits, first, None
+
+    def _judge(self, hits: Sequence[_Hit], answers: Sequence[Presence], miss: str | None) -> tuple[int, str | None]:
+        """How many of the chunks may be served, as to their KV; those whose KV is gone leave both tiers."""
+        known = next((n for n, answer in enumerate(answers) if answer is not Presence.PRESENT), len(hits))
+        for hit in hits[:known]:
+            if hit.entry.standing is not Standing.CONFIRMED or hit.entry.uncounted:
+                self._pair.confirm(hit.entry, hit.ref.kv_key)
+                hit.entry.uncounted = frozenset()
+        for hit, answer in zip(hits[known:], answers[known:], strict=True):
+            gone = answer is Presence.GONE and hit.entry.standing is Standing.CONFIRMED
+            if hit is hits[known]:
+                miss = "kv_gone" if gone else "kv_absent" if answer is Presence.GONE else "kv_unknown"
+            if gone:
+                self._pair.kv_gone(hit.entry)
+        return known, miss
 
     # -- the rows, without the lock ----------------------------------------------------------------------
 
-    def _outputs(
-        self, hits: Sequence[_Hit], layer_idxs: Sequence[int], dtype: torch.dtype | None
-    ) -> dict[int, torch.Tensor]:
-        tokens = hits[-1].ref.end
-        rows = {}
-        for layer_idx in layer_idxs:
-            spec = hits[0].specs[layer_idx]
-            rows[layer_idx] = self._output(tokens, spec.hidden_dim, dtype or spec.dtype)
-        return rows
-
-    def _output(self, tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None) -> torch.Tensor:
+        hidden_dim, dtype = spec.hidden_dim, dtype or spec.dtype
         if torch.cuda.is_available():
             # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
@@ -191,7 +177,7 @@ class Serve:
                 [
                     Move(hit.ref.start, hit.ref.num_tokens, hit.entry.hot[layer_idx])
                     for hit in hits
-                    if layer_idx not in hit.cold
+                    if not hit.cold or layer_idx not in hit.cold
                 ],
             )
 
@@ -226,9 +212,8 @@ class Serve:
     def _copy_arrival(self, hit: _Hit, rows: Mapping[int, torch.Tensor], arrival: Arrival) -> None:
         ref = hit.ref
         for layer_idx in hit.cold:
-            buffer = arrival.scratch.get(layer_idx)
-            if buffer is None:
+            scratch = arrival.scratch.get(layer_idx)
+            if scratch is None:
                 self._pair.hot.copy_out(rows[layer_idx], [Move(ref.start, ref.num_tokens, hit.entry.hot[layer_idx])])
             else:
-                spec = hit.specs[layer_idx]
-                rows[layer_idx][ref.start : ref.end].copy_(buffer.rows(ref.num_tokens, spec.hidden_dim, spec.dtype))
+                rows[layer_idx][ref.start : ref.end].copy_(scratch)

@@ -285,10 +285,15 @@ class TieredHiddenStateStore:
 
     def _refs(self, token_ids: TokenIds, ids: bytes, request_configs: dict[str, Any] | None) -> list[ChunkRef]:
         """The chunks of a prompt. LMCache hashes a list in half the time that a tensor takes."""
-        listed = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else list(token_ids)
+        if isinstance(token_ids, torch.Tensor):
+            token_ids = token_ids.tolist()
+        elif not isinstance(token_ids, list):
+            token_ids = list(token_ids)
         chunks = [
             KeyedChunk(start, end, key.to_string(), key.chunk_hash_hex, key)
-            for start, end, key in self._token_database.process_tokens(tokens=listed, request_configs=request_configs)
+            for start, end, key in self._token_database.process_tokens(
+                tokens=token_ids, request_configs=request_configs
+            )
         ]
         return chunk_refs(chunks, ids)
 
