@@ -71,6 +71,17 @@ class NamespaceId:
         return f"{slug}-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogatepass'))[:12]}"
 
 
+def make_directories(path: str, mode: int) -> None:
+    """Create a directory and what is missing above it, each with ``mode`` (as far as the umask lets it)."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    if parent != path:
+        make_directories(parent, mode)
+    with contextlib.suppress(FileExistsError):  # another process made it meanwhile
+        os.mkdir(path, mode)
+
+
 class NamespaceRecordError(Exception):
     """A directory is not a namespace of ours, or one of a version that this program does not know."""
 
@@ -234,7 +245,7 @@ class Namespace:
         try:
             for number in range(10_000):
                 directory = root if number == 0 else os.path.join(root, f"p{number}")
-                await loop.run_in_executor(executor, functools.partial(os.makedirs, directory, mode, exist_ok=True))
+                await loop.run_in_executor(executor, functools.partial(make_directories, directory, mode))
                 while (lock := await loop.run_in_executor(executor, NamespaceLock.take, directory)) is None:
                     if number or time.monotonic() > deadline:
                         break

@@ -158,10 +158,13 @@ class _TierBackend(StorageBackendInterface):  # type: ignore[misc]
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Add layers to chunks that are in RAM already. Of others the token ids are not known: left out."""
+        """Add layers to chunks that are in RAM already. Of others the token ids are not known: left out.
+
+        Raises ValueError for rows that a store would refuse.
+        """
         for key, obj in zip(keys, objs, strict=True):
             if isinstance(key, HiddenStateKey):
-                self._store.tiers.add_layer(key_name(key.kv_key), key.layer_idx, obj.tensor)
+                self._store.add_layer(key.kv_key, key.layer_idx, obj.tensor)
                 if on_complete_callback is not None:
                     on_complete_callback(key)
 

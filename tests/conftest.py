@@ -1,0 +1,39 @@
+"""Fixtures that start real LMCache engines and see to it that nothing of ours outlives them.
+
+Nothing here imports lmcache before a test asks for an engine: most tests run without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def cold_path(tmp_path: Path) -> Path:
+    return tmp_path / "cold"
+
+
+@pytest.fixture
+def start(cold_path: Path) -> Iterator[Callable[..., Any]]:
+    """``start(**changes)`` builds an engine on ``cold_path``; see engines.make_config for the changes.
+
+    At the end all of them are destroyed, and none of our threads may be left.
+    """
+    from engines import Engine, make_config, our_threads
+    from waiting import wait_until
+
+    with contextlib.ExitStack() as stack:
+
+        def start_one(path: object = cold_path, *, metadata: Any = None, config: Any = None, **changes: Any) -> Engine:
+            return stack.enter_context(Engine(config or make_config(path, **changes), metadata))
+
+        yield start_one
+    wait_until(lambda: not our_threads())
