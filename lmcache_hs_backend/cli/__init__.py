@@ -1,0 +1,1 @@
+"""The command-line tools. They need neither LMCache nor vLLM nor a GPU, and nothing imports them."""

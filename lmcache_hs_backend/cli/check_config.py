@@ -1,0 +1,111 @@
+"""``lmcache-hs-inspect check-config``: would the plugin load, and if not, which key is wrong?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from typing import Any
+
+from lmcache_hs_backend.cli.console import Screen, add_output_options, bytes_text
+from lmcache_hs_backend.cli.plugin_check import Problem, Verdict, check
+
+HELP = "say whether LMCache would load the plugin with a configuration, and if not, which key is wrong"
+EXAMPLE = """\
+Reads FILE, then LMCACHE_* from the environment over it, as LMCache does. Exit status 1 when the plugin would not
+load, or would load and do nothing.
+
+example:
+  lmcache-hs-inspect check-config lmcache.yaml --probe-disk
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="LMCache's YAML file (default: $LMCACHE_CONFIG_FILE, else no file)"
+    )
+    parser.add_argument(
+        "--probe-disk",
+        action="store_true",
+        help="also write and read a file of 64 MB in the cold path, which is created for it, and say how fast that was",
+    )
+    add_output_options(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    verdict = check(args.file)
+    probe: dict[str, Any] | None = None
+    if args.probe_disk and verdict.config is not None and verdict.loads:
+        from lmcache_hs_backend.cli.disk_probe import probe_disk
+
+        probe = probe_disk(verdict.config)
+    disk = _disk(verdict)
+    with Screen(args) as screen:
+        if screen.json:
+            screen.dump(
+                {
+                    "loads": verdict.loads,
+                    "plugin": verdict.plugin or None,
+                    "problems": [problem._asdict() for problem in verdict.problems],
+                    "warnings": [warning._asdict() for warning in verdict.warnings],
+                    "settings": [setting._asdict() for setting in verdict.settings],
+                    "disk": {**disk, **(probe or {})},
+                    "lmcache_installed": _lmcache_installed(),
+                }
+            )
+        else:
+            _print(screen, verdict, disk, probe)
+    return 0 if verdict.loads else 1
+
+
+def _print(screen: Screen, verdict: Verdict, disk: dict[str, Any], probe: dict[str, Any] | None) -> None:
+    if verdict.settings:
+        rows = [(s.name, _text(s.value), s.source, s.doc) for s in verdict.settings]
+        screen.table(("setting", "value", "from", "meaning"), rows)
+        screen.show("")
+    if disk:
+        free, total = bytes_text(disk["free_bytes"]), bytes_text(disk["total_bytes"])
+        screen.show(f"disk: {free} free of {total} at {disk['path']}")
+    if probe:
+        screen.show(
+            f"disk: O_DIRECT {'works' if probe['o_direct'] else 'does not work'}; wrote "
+            f"{bytes_text(probe['write_bytes_per_sec'])}/s, read {bytes_text(probe['read_bytes_per_sec'])}/s"
+        )
+    for warning in verdict.warnings:
+        screen.show(f"warning: {_say(warning)}", style="yellow")
+    for problem in verdict.problems:
+        screen.show(f"problem: {_say(problem)}", style="bold red")
+    if not _lmcache_installed():
+        screen.show("note: LMCache is not installed here; this is what LMCache 0.5.6 to 0.5.7 would do")
+    if verdict.loads:
+        screen.show(f"the plugin would load, as {verdict.plugin!r}", style="bold green")
+    else:
+        keys = list(dict.fromkeys(problem.key for problem in verdict.problems if problem.key))
+        what = f": wrong {'key' if len(keys) == 1 else 'keys'}: {', '.join(keys)}" if keys else ""
+        screen.show(f"the plugin would not work{what}", style="bold red")
+
+
+def _say(problem: Problem) -> str:
+    return problem.text if not problem.key or problem.key in problem.text else f"{problem.key}: {problem.text}"
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _disk(verdict: Verdict) -> dict[str, Any]:
+    """The filesystem on which the cold path is, or would be."""
+    if verdict.config is None:
+        return {}
+    path = verdict.config.cold_path
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    info = os.statvfs(path)
+    return {"path": path, "free_bytes": info.f_bavail * info.f_frsize, "total_bytes": info.f_blocks * info.f_frsize}
+
+
+def _lmcache_installed() -> bool:
+    try:
+        return importlib.util.find_spec("lmcache") is not None
+    except ImportError:
+        return False

@@ -1,0 +1,312 @@
+"""The chunks of a cold path, one after the other, as all sub-commands go through them.
+
+Streams: names are scanned folder by folder, headers read as they are asked for, so that a million chunks
+take no more memory than one, and the first comes at once. Also the options that say which cold path, and
+which chunks of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Any, NamedTuple, TypeVar
+
+import xxhash
+
+from lmcache_hs_backend.cli.coldpath import (
+    ColdPath,
+    Found,
+    Head,
+    Named,
+    Namespace,
+    NotAColdPath,
+    Unreadable,
+    chunk_name,
+    read_head,
+    scan,
+)
+from lmcache_hs_backend.cli.console import CommandError, time_text
+from lmcache_hs_backend.cli.parallel import in_threads
+from lmcache_hs_backend.config import ConfigError, TieredConfig, default_cold_path
+
+STATES = ("cold", "archived")
+
+
+class Chunk(NamedTuple):
+    """A chunk file, its header read."""
+
+    file: Found
+    namespace: Namespace
+    state: str  # one of STATES
+    head: Head
+
+    @property
+    def dtype(self) -> str | list[str]:
+        """torch's name; one for each layer where they differ."""
+        return _one_or_all([layer.dtype_name for layer in self.head.layers])
+
+    @property
+    def hidden_dim(self) -> int | list[int]:
+        return _one_or_all([layer.hidden_dim for layer in self.head.layers])
+
+    def record(self) -> dict[str, Any]:
+        """The chunk as ``list --format json`` shows it."""
+        head = self.head
+        return {
+            "key": head.key,
+            "chunk_hash": head.chunk_hash,
+            "parent": head.parent,
+            "namespace": self.namespace.label,
+            "model": head.model,
+            "worker_id": self.namespace.worker_id,
+            "start": head.start,
+            "num_tokens": head.num_tokens,
+            "layers": [layer.layer_idx for layer in head.layers],
+            "dtype": self.dtype,
+            "hidden_dim": self.hidden_dim,
+            "bytes": self.file.size,
+            "path": self.file.path,
+            "created_at": head.created_at,
+            "accessed_at": time_text(self.file.mtime_ns),
+            "state": self.state,
+        }
+
+
+_V = TypeVar("_V", str, int)
+
+
+def _one_or_all(values: list[_V]) -> _V | list[_V]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+Test = Callable[[Chunk], bool]
+
+
+class Chunks:
+    """Goes through a cold path. What cannot be read is counted in ``skipped``, by reason."""
+
+    def __init__(self, cold_path: ColdPath, namespaces: list[Namespace], states: tuple[str, ...] = STATES) -> None:
+        self.cold_path = cold_path
+        self.namespaces = namespaces
+        self.skipped: Counter[str] = Counter()
+        self._states = states
+
+    def places(self) -> Iterator[Place]:
+        """Where there are chunk files, by their names alone."""
+        for namespace in self.namespaces:
+            for state in self._states:
+                for file in scan(namespace.root(state)):
+                    yield Place(namespace, state, file)
+
+    def read(self) -> Iterator[Chunk]:
+        """Every chunk that can be read, in the order of the directories."""
+        for chunk in in_threads(look_at, self.places()):
+            if isinstance(chunk, Chunk):
+                yield chunk
+            else:
+                self.skipped[chunk] += 1
+
+    def skipped_text(self) -> str:
+        """``2 skipped (vanished 1, size 1)``, empty when none was."""
+        if not self.skipped:
+            return ""
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.skipped.items()))
+        return f"{sum(self.skipped.values()):,} skipped ({reasons})"
+
+
+class Place(NamedTuple):
+    """Where a chunk file lies."""
+
+    namespace: Namespace
+    state: str
+    file: Named
+
+
+def look_at(place: Place) -> Chunk | str:
+    """The chunk in a file, or why there is none, in one word."""
+    try:
+        head, info = read_head(place.file.path)
+    except Unreadable as why:
+        return why.reason
+    except FileNotFoundError:
+        return "vanished"
+    except OSError:
+        return "unreadable"
+    if chunk_name(head.key) != place.file.name:
+        return "key"
+    found = Found(place.file.path, info.st_size, info.st_mtime_ns, place.file.name)
+    return Chunk(found, place.namespace, place.state, head)
+
+
+# -- which cold path -----------------------------------------------------------------------------------
+
+
+def add_path_arguments(parser: argparse.ArgumentParser) -> None:
+    """``[COLD_PATH | --config FILE]``."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "cold_path",
+        metavar="COLD_PATH",
+        nargs="?",
+        help="directory of the cold tier (default: that of --config, else of $LMCACHE_CONFIG_FILE, else the usual one)",
+    )
+    which.add_argument("--config", metavar="FILE", help="LMCache's YAML file, for its cold_path and its limit")
+
+
+class Where(NamedTuple):
+    """A cold path, and the settings it was found by, if it was."""
+
+    cold_path: ColdPath
+    config: TieredConfig | None
+
+
+def open_path(args: argparse.Namespace) -> Where:
+    """The cold path that the arguments name. Raises CommandError."""
+    config = None
+    path = args.cold_path
+    if path is None and (args.config or os.environ.get("LMCACHE_CONFIG_FILE")):
+        from lmcache_hs_backend.cli.lmcache_config import LoadError
+        from lmcache_hs_backend.cli.plugin_check import cold_path_of
+
+        try:
+            config = cold_path_of(args.config)
+        except (LoadError, ConfigError) as error:
+            raise CommandError(str(error)) from None
+        path = config.cold_path
+    try:
+        return Where(ColdPath(path or default_cold_path()), config)
+    except NotAColdPath as error:
+        raise CommandError(str(error)) from None
+
+
+# -- which chunks --------------------------------------------------------------------------------------
+
+
+def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that choose chunks. All that are given must hold."""
+    group = parser.add_argument_group("which chunks")
+    group.add_argument("--model", metavar="GLOB", help="of models of this name (with * and ?), or last part of a name")
+    group.add_argument("--namespace", metavar="PREFIX", help="of namespaces whose directory begins with PREFIX")
+    group.add_argument("--layer", metavar="IDX", type=int, action="append", help="that have this layer (repeatable)")
+    group.add_argument("--state", choices=STATES, help="in this state")
+    group.add_argument("--since", metavar="TIME", help="used since: 90s, 30min, 12h, 7d ago, or 2026-01-31[T12:00]")
+    group.add_argument("--before", metavar="TIME", help="not used since; as for --since")
+    group.add_argument("--min-tokens", metavar="N", type=int, help="of at least N tokens")
+    group.add_argument(
+        "--prefix-of",
+        metavar="TEXT",
+        help="that a prompt with this text would use: needs --tokenizer, or give token ids: 1,2,3 or @FILE with them",
+    )
+    group.add_argument("--tokenizer", metavar="DIR", help="directory with a tokenizer.json")
+
+
+def choose(where: Where, args: argparse.Namespace) -> tuple[Chunks, Test]:
+    """What the options choose: the chunks to look at, and the test they must pass. Raises CommandError."""
+    namespaces = where.cold_path.namespaces
+    if args.namespace:
+        namespaces = [n for n in namespaces if n.label.startswith(args.namespace)]
+        if not namespaces:
+            raise CommandError(f"--namespace {args.namespace}: there is none that begins so")
+    states = (args.state,) if args.state else STATES
+    tests: list[Test] = []
+    if args.model:
+        tests.append(_by_model(args.model))
+    if args.layer:
+        wanted = set(args.layer)
+        tests.append(lambda chunk: wanted <= {layer.layer_idx for layer in chunk.head.layers})
+    if args.since:
+        since = moment("--since", args.since)
+        tests.append(lambda chunk: chunk.file.mtime_ns >= since)
+    if args.before:
+        before = moment("--before", args.before)
+        tests.append(lambda chunk: chunk.file.mtime_ns < before)
+    if args.min_tokens:
+        least = args.min_tokens
+        tests.append(lambda chunk: chunk.head.num_tokens >= least)
+    if args.prefix_of is not None:
+        tests.append(_by_prefix(_token_ids(args.prefix_of, args.tokenizer)))
+    return Chunks(where.cold_path, namespaces, states), lambda chunk: all(test(chunk) for test in tests)
+
+
+def _by_model(pattern: str) -> Test:
+    def test(chunk: Chunk) -> bool:
+        model = chunk.head.model
+        return fnmatch.fnmatchcase(model, pattern) or fnmatch.fnmatchcase(model.rsplit("/", 1)[-1], pattern)
+
+    return test
+
+
+def _by_prefix(ids: array[int]) -> Test:
+    """Chunks whose prefix digest is that of so many of these token ids."""
+    digests: dict[int, bytes] = {}
+    data = memoryview(ids.tobytes())
+
+    def test(chunk: Chunk) -> bool:
+        end = chunk.head.end
+        if end > len(ids):
+            return False
+        if end not in digests:
+            digests[end] = xxhash.xxh3_128_digest(data[: 8 * end])
+        return digests[end] == chunk.head.prefix
+
+    return test
+
+
+def _token_ids(text: str, tokenizer: str | None) -> array[int]:
+    if tokenizer is not None:
+        return array("q", load_tokenizer(tokenizer).encode(text).ids)
+    if text.startswith("@"):
+        try:
+            with open(text[1:], encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"--prefix-of {text}: {error}") from None
+    try:
+        return array("q", [int(part) for part in text.strip().strip("[]").replace(",", " ").split()])
+    except (ValueError, OverflowError):
+        raise CommandError(
+            "--prefix-of takes token ids such as 1,2,3, or a text together with --tokenizer DIR"
+        ) from None
+
+
+def load_tokenizer(directory: str) -> Any:
+    """The tokenizer of a model's directory. Raises CommandError."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise CommandError("--tokenizer needs the tokenizers package: pip install tokenizers") from None
+    path = os.path.join(directory, "tokenizer.json")
+    if not os.path.isfile(path):
+        raise CommandError(f"--tokenizer {directory}: there is no tokenizer.json in it")
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # noqa: BLE001 - the package raises plain Exception for whatever is wrong with the file
+        raise CommandError(f"--tokenizer {directory}: {error}") from None
+
+
+_UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def moment(option: str, text: str) -> int:
+    """A point in time in nanoseconds, from a date or from how long ago it was."""
+    digits = "".join(itertools.takewhile(lambda char: char.isdigit() or char == ".", text))
+    unit = text[len(digits) :].strip()
+    if digits and unit in _UNITS:
+        try:
+            return time.time_ns() - int(float(digits) * _UNITS[unit] * 1e9)
+        except ValueError:
+            pass
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        raise CommandError(f"{option} {text}: not a time such as 30min, 12h, 7d or 2026-01-31T12:00") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return int(moment.timestamp() * 1e9)

@@ -1,0 +1,204 @@
+"""What the command-line tools share: where output goes, how it looks, and how a program ends.
+
+In the manner of LMCache's own command line: ``--format terminal|json``, ``--output PATH``, ``-q``; exit
+status 1 on an error, 130 on Ctrl-C. Results go to standard output, progress and errors to standard
+error. Plain text where there is no terminal; colours not where NO_COLOR is set. Knows nothing of chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+#: Wide enough that nothing is ever wrapped or cut where there is no terminal.
+_UNLIMITED = 100_000
+
+
+class CommandError(Exception):
+    """The command cannot do what it was asked. The text is one line for the user; exit status 1."""
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """``--format``, ``--output`` and ``--quiet``, as every LMCache command has them."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--format", choices=("terminal", "json"), default="terminal", help="how to print (default: terminal)"
+    )
+    group.add_argument("--output", metavar="PATH", help="also save what is printed to PATH, in the same format")
+    group.add_argument("-q", "--quiet", action="store_true", help="print nothing; the exit status and --output remain")
+
+
+def run(program: str, main: Callable[[], int]) -> int:
+    """Call ``main`` and turn its end into an exit status, with at most one line on standard error."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `... | head` has seen enough
+        _drop_standard_output()
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        return 128 + signal.SIGINT
+    return status
+
+
+def _drop_standard_output() -> None:
+    """Let the interpreter flush into nothing at exit, or it would complain about the broken pipe again."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+class Screen:
+    """Where a command's results go: standard output, the file of ``--output``, both or neither.
+
+    Use as a context manager. ``--output`` is written under a temporary name and appears when the command
+    is through. Raises CommandError when the file cannot be written.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.json = args.format == "json"
+        self.quiet: bool = args.quiet
+        self._path: str | None = args.output
+        self._file: TextIO | None = None
+        self._sinks: list[Console] = []
+        if not self.quiet:
+            terminal = sys.stdout.isatty()
+            self._sinks.append(_console(sys.stdout, None if terminal else _UNLIMITED))
+
+    def __enter__(self) -> Screen:
+        if self._path is not None:
+            try:
+                self._file = open(self._temporary, "x", encoding="utf-8")  # closed in __exit__
+            except OSError as error:
+                raise CommandError(f"--output {self._path} cannot be written: {error.strerror}") from None
+            self._sinks.append(Console(file=self._file, width=_UNLIMITED, color_system=None, **_PLAIN))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._file is None or self._path is None:
+            return
+        self._file.close()
+        if kind is None:
+            os.replace(self._temporary, self._path)
+        else:
+            os.unlink(self._temporary)
+
+    @property
+    def _temporary(self) -> str:
+        return f"{self._path}.{os.getpid()}.tmp"
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal that is written to; None where lines may be as long as they like."""
+        if self._file is None and self._sinks and self._sinks[0].is_terminal:
+            return self._sinks[0].width
+        return None
+
+    def show(self, renderable: RenderableType, style: str | None = None) -> None:
+        """Print something of rich's, or a text, and a newline."""
+        for sink in self._sinks:
+            sink.print(renderable, style=style)
+
+    def write(self, text: str) -> None:
+        """Print text as it is. Fast: for lines by the hundred thousand."""
+        for sink in self._sinks:
+            sink.file.write(text)
+
+    def flush(self) -> None:
+        """Let what has been written be seen now."""
+        for sink in self._sinks:
+            sink.file.flush()
+
+    def dump(self, value: Any) -> None:
+        """Print a value as JSON."""
+        self.write(json.dumps(value, indent=2) + "\n")
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+        """Print a table; columns whose name starts with ``>`` are aligned to the right."""
+        table = Table(
+            box=None, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 2, 0, 0)
+        )
+        for column in columns:
+            right = column.startswith(">")
+            table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="bold")
+        for row in rows:
+            table.add_row(*row)
+        self.show(table)
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+        """A progress bar on standard error where that is a terminal; gives a function to advance it."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda amount: None
+            return
+        from rich import progress as bars  # takes a tenth of a second, and most runs show none
+
+        count = bars.DownloadColumn() if in_bytes else bars.MofNCompleteColumn()
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), count, bars.TimeRemainingColumn())
+        with bars.Progress(*columns, console=_console(sys.stderr, None), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda amount: bar.advance(task, amount)
+
+
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+
+
+def _console(file: TextIO, width: int | None) -> Console:
+    return Console(file=file, width=width, **_PLAIN)
+
+
+def confirm(question: str) -> bool:
+    """Ask on the terminal; only a typed yes is one. Raises CommandError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise CommandError(f"{question} There is no terminal to ask on: say --yes to go on, or --dry-run to look")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# -- how things are written ------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """Text from a file, with everything escaped that would move the cursor or worse."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def bytes_text(count: float) -> str:
+    """A size in units of 1024, as LMCache counts GB: ``1.50 GB``."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    units = iter(("KB", "MB", "GB", "TB"))
+    unit = ""
+    while abs(count) >= 1024 and unit != "TB":
+        count /= 1024
+        unit = next(units)
+    return f"{count:.2f} {unit}" if abs(count) < 100 else f"{count:.0f} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Roughly how long: ``5 s``, ``3 min``, ``2.5 h``, ``4 d``."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def time_text(time_ns: int) -> str:
+    """A point in time, UTC: ``2026-01-31T12:00:00Z``."""
+    return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,66 @@
+"""``lmcache-hs-inspect``: look into a cold path, with or without an engine running on it.
+
+Only puts the sub-commands together; each is a module of its own with ``HELP``, ``EXAMPLE``,
+``add_arguments`` and ``execute``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli.console import run
+
+PROGRAM = "lmcache-hs-inspect"
+
+#: Sub-command → its module below ``cli``.
+COMMANDS = {
+    "list": "list",
+    "show": "show",
+    "tree": "tree",
+    "stats": "stats",
+    "verify": "verify",
+    "report": "report",
+    "rm": "rm",
+    "gc": "gc",
+    "check-config": "check_config",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Look into the cold tier of LMCache's hidden states. Needs neither LMCache nor a GPU, and reads "
+        "beside a running engine.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, module_name in COMMANDS.items():
+        module = importlib.import_module(f"lmcache_hs_backend.cli.{module_name}")
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            epilog=module.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(execute=module.execute)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command; the exit status: 0, 1 for an error or a bad finding, 130 after Ctrl-C."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 1
+    return run(PROGRAM, lambda: args.execute(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

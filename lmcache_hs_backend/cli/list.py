@@ -1,0 +1,208 @@
+"""``lmcache-hs-inspect list``: the chunks of a cold path, one a line."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.cli.chunks import (
+    Chunk,
+    Chunks,
+    Where,
+    add_filter_arguments,
+    add_path_arguments,
+    choose,
+    open_path,
+)
+from lmcache_hs_backend.cli.console import (
+    CommandError,
+    Screen,
+    add_output_options,
+    bytes_text,
+    printable,
+    time_text,
+)
+
+HELP = "list the chunks of a cold path"
+EXAMPLE = """\
+Lists chunks in the order of the directories, as they are found; with --sort, when all are known.
+
+examples:
+  lmcache-hs-inspect list --config lmcache.yaml
+  lmcache-hs-inspect list /mnt/nvme/hs --since 12h --sort bytes --reverse --limit 20
+  lmcache-hs-inspect list /mnt/nvme/hs --format json | jq '.chunks[].path'
+"""
+
+SORTS: dict[str, Callable[[Chunk], Any]] = {
+    "accessed": lambda chunk: chunk.file.mtime_ns,
+    "created": lambda chunk: chunk.head.created_at,
+    "bytes": lambda chunk: chunk.file.size,
+    "tokens": lambda chunk: chunk.head.num_tokens,
+    "start": lambda chunk: chunk.head.start,
+    "model": lambda chunk: chunk.head.model,
+    "key": lambda chunk: chunk.head.key,
+}
+
+_FLUSH_SEC = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path_arguments(parser)
+    add_filter_arguments(parser)
+    order = parser.add_argument_group("order")
+    order.add_argument("--sort", choices=sorted(SORTS), help="sort by this, smallest or oldest first")
+    order.add_argument("--reverse", action="store_true", help="with --sort: the other way round")
+    order.add_argument("--limit", metavar="N", type=int, help="stop after N chunks")
+    add_output_options(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    if args.limit is not None and args.limit < 1:
+        raise CommandError(f"--limit is {args.limit}, but must be at least 1")
+    where = open_path(args)
+    chunks, test = choose(where, args)
+    with Screen(args) as screen:
+        write = _Json(screen, where) if screen.json else _Lines(screen)
+        summary = Summary()
+        flush_at = 0.0
+        for text in _ordered(filter(test, chunks.read()), args, write.line, summary):
+            write.put(text)
+            if time.monotonic() > flush_at:
+                screen.flush()
+                flush_at = time.monotonic() + _FLUSH_SEC
+        write.end(summary, where, chunks)
+    return 0
+
+
+class Summary:
+    """What was listed, in all."""
+
+    def __init__(self) -> None:
+        self.chunks = self.tokens = self.bytes = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks += 1
+        self.tokens += chunk.head.num_tokens
+        self.bytes += chunk.file.size
+
+
+def _ordered(
+    chunks: Iterator[Chunk], args: argparse.Namespace, line: Callable[[Chunk], str], summary: Summary
+) -> Iterator[str]:
+    """The lines to print. Sorting keeps lines, not chunks: they are a third of the size."""
+
+    def counted(chunk: Chunk) -> str:
+        summary.add(chunk)
+        return line(chunk)
+
+    if not args.sort:
+        yield from map(counted, itertools.islice(chunks, args.limit))
+        return
+    rank = SORTS[args.sort]
+    if args.limit is not None:
+        pick = heapq.nlargest if args.reverse else heapq.nsmallest
+        yield from map(counted, pick(args.limit, chunks, key=rank))
+        return
+    lines = [(rank(chunk), counted(chunk)) for chunk in chunks]
+    lines.sort(key=lambda item: item[0], reverse=args.reverse)
+    yield from (text for _, text in lines)
+
+
+class _Json:
+    """One JSON object, with one chunk a line in it."""
+
+    def __init__(self, screen: Screen, where: Where) -> None:
+        self._screen = screen
+        self._first = True
+        screen.write(f'{{"cold_path": {json.dumps(where.cold_path.path)}, "chunks": [')
+
+    def line(self, chunk: Chunk) -> str:
+        return json.dumps(chunk.record())
+
+    def put(self, text: str) -> None:
+        self._screen.write(("\n" if self._first else ",\n") + text)
+        self._first = False
+
+    def end(self, summary: Summary, where: Where, chunks: Chunks) -> None:
+        config = where.config
+        figures = {
+            "chunks": summary.chunks,
+            "tokens": summary.tokens,
+            "bytes": summary.bytes,
+            "limit_bytes": config.max_cold_bytes if config else None,
+            "skipped": dict(chunks.skipped),
+        }
+        self._screen.write(f'\n], "summary": {json.dumps(figures)}}}\n')
+
+
+class _Column(NamedTuple):
+    title: str
+    width: int  # left-aligned; negative: right-aligned
+    text: Callable[[Chunk], str]
+
+
+_COLUMNS = (
+    _Column("CHUNK", 16, lambda chunk: chunk.head.chunk_hash[:16]),
+    _Column("START", -8, lambda chunk: str(chunk.head.start)),
+    _Column("TOKENS", -6, lambda chunk: str(chunk.head.num_tokens)),
+    _Column("LAYERS", 10, lambda chunk: ",".join(str(layer.layer_idx) for layer in chunk.head.layers)),
+    _Column("BYTES", -9, lambda chunk: bytes_text(chunk.file.size)),
+    _Column("ACCESSED", 20, lambda chunk: time_text(chunk.file.mtime_ns)),
+    _Column("STATE", 8, lambda chunk: chunk.state),
+    _Column("DTYPE", 8, lambda chunk: _joined(chunk.dtype)),
+    _Column("HIDDEN", -6, lambda chunk: _joined(chunk.hidden_dim)),
+    _Column("PARENT", 16, lambda chunk: chunk.head.parent[:16] or "-"),
+    _Column("RANK", -4, lambda chunk: str(chunk.namespace.worker_id)),
+    _Column("NAMESPACE", 28, lambda chunk: chunk.namespace.label),
+    _Column("CREATED", 20, lambda chunk: chunk.head.created_at),
+    _Column("MODEL", 1, lambda chunk: chunk.head.model),
+)
+
+
+def _joined(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+class _Lines:
+    """Columns of fixed width, as many of them as the terminal has room for."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._columns = _fitting(screen.width)
+        titles = (_padded(column.title, column.width) for column in self._columns)
+        screen.show("  ".join(titles).rstrip(), style="bold")
+
+    def line(self, chunk: Chunk) -> str:
+        return "  ".join(_padded(printable(column.text(chunk)), column.width) for column in self._columns).rstrip()
+
+    def put(self, text: str) -> None:
+        self._screen.write(text + "\n")
+
+    def end(self, summary: Summary, where: Where, chunks: Chunks) -> None:
+        parts = [f"{summary.chunks:,} chunks", f"{summary.tokens:,} tokens", bytes_text(summary.bytes)]
+        if where.config is not None:
+            limit = where.config.max_cold_bytes
+            parts.append(f"{summary.bytes / limit:.1%} of the limit of {bytes_text(limit)}")
+        if chunks.skipped:
+            parts.append(chunks.skipped_text())
+        self._screen.show(", ".join(parts), style="bold")
+
+
+def _fitting(width: int | None) -> list[_Column]:
+    columns: list[_Column] = []
+    used = 0
+    for column in _COLUMNS:
+        used += abs(column.width) + 2
+        if width is not None and used > width + 2:
+            break
+        columns.append(column)
+    return columns
+
+
+def _padded(text: str, width: int) -> str:
+    return text.rjust(-width) if width < 0 else text.ljust(width)

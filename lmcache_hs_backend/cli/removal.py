@@ -1,0 +1,131 @@
+"""Deleting files of namespaces that no engine holds; shared by ``rm`` and ``gc``.
+
+The lock of a namespace is held while its files are deleted, so that no engine starts in between. A
+namespace that an engine holds is left alone: the engine counts its own files, and decides which go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.cli.coldpath import Namespace
+from lmcache_hs_backend.cli.console import Screen, bytes_text, confirm, printable
+
+
+class Doomed(NamedTuple):
+    """A file to delete, and why."""
+
+    path: str
+    size: int
+    namespace: Namespace
+    why: str
+
+
+@dataclass
+class Outcome:
+    """What became of the files."""
+
+    deleted: int = 0
+    nbytes: int = 0
+    left: list[tuple[str, str]] = field(default_factory=list)  # (path or namespace, why)
+
+
+def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--dry-run`` and ``--yes``."""
+    parser.add_argument("--dry-run", action="store_true", help="delete nothing, show what would be deleted")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+
+
+def remove(doomed: list[Doomed], args: argparse.Namespace, screen: Screen, skipped: dict[str, int]) -> int:
+    """Show, ask, delete, report; the exit status: 1 when something could not be deleted, or was not to be."""
+    nbytes = sum(file.size for file in doomed)
+    if not screen.json and args.dry_run:
+        for file in doomed:
+            screen.write(f"{bytes_text(file.size):>10}  {printable(file.path)}  ({file.why})\n")
+    outcome = Outcome()
+    refused = False
+    if doomed and not args.dry_run:
+        if args.yes or confirm(f"Delete {len(doomed):,} files, {bytes_text(nbytes)}?"):
+            with screen.progress("deleting", len(doomed)) as advance:
+                outcome = _delete(doomed, advance)
+        else:
+            refused = True
+    _report(doomed, nbytes, args, screen, outcome, skipped, refused=refused)
+    return 1 if outcome.left or refused else 0
+
+
+def _delete(doomed: Iterable[Doomed], advance: Callable[[int], None]) -> Outcome:
+    from lmcache_hs_backend.tiers.namespace import NamespaceLock  # takes torch along
+
+    by_namespace: dict[str, list[Doomed]] = defaultdict(list)
+    for file in doomed:
+        by_namespace[file.namespace.directory].append(file)
+    outcome = Outcome()
+    for directory, files in by_namespace.items():
+        label = files[0].namespace.label
+        try:
+            lock = NamespaceLock.take(directory)
+        except OSError as error:
+            outcome.left.append((label, f"cannot be locked: {error.strerror}"))
+            continue
+        if lock is None:
+            outcome.left.append((label, "a running engine holds it"))
+            continue
+        try:
+            for file in files:
+                _unlink(file, outcome)
+                advance(1)
+        finally:
+            lock.close()
+    return outcome
+
+
+def _unlink(file: Doomed, outcome: Outcome) -> None:
+    try:
+        os.unlink(file.path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        outcome.left.append((file.path, str(error.strerror)))
+        return
+    outcome.deleted += 1
+    outcome.nbytes += file.size
+
+
+def _report(
+    doomed: list[Doomed],
+    nbytes: int,
+    args: argparse.Namespace,
+    screen: Screen,
+    outcome: Outcome,
+    skipped: dict[str, int],
+    *,
+    refused: bool,
+) -> None:
+    if screen.json:
+        figures: dict[str, Any] = {
+            "dry_run": args.dry_run,
+            "files": len(doomed),
+            "bytes": nbytes,
+            "deleted_files": outcome.deleted,
+            "deleted_bytes": outcome.nbytes,
+            "left": [{"what": what, "why": why} for what, why in outcome.left],
+            "skipped": skipped,
+        }
+        if args.dry_run:
+            figures["would_delete"] = [{"path": f.path, "bytes": f.size, "why": f.why} for f in doomed]
+        screen.dump(figures)
+        return
+    for what, why in outcome.left:
+        screen.show(f"left: {printable(what)}: {why}", style="yellow")
+    if refused:
+        screen.show("nothing was deleted")
+    elif args.dry_run:
+        screen.show(f"would delete {len(doomed):,} files, {bytes_text(nbytes)}", style="bold")
+    else:
+        screen.show(f"deleted {outcome.deleted:,} files, {bytes_text(outcome.nbytes)}", style="bold")

@@ -1,0 +1,222 @@
+"""``lmcache-hs-inspect stats``: how much of what is in a cold path."""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache_hs_backend.cli.chunks import Chunk, Chunks, Where, add_path_arguments, open_path
+from lmcache_hs_backend.cli.coldpath import QUARANTINE, Namespace, files_in, in_use
+from lmcache_hs_backend.cli.console import (
+    Screen,
+    add_output_options,
+    bytes_text,
+    duration_text,
+    printable,
+)
+from lmcache_hs_backend.cli.forest import Forest, Node, node_of
+
+HELP = "count chunks, tokens and bytes by namespace, model and layer"
+EXAMPLE = """\
+The dedup factor is the tokens of all sequences, each with a copy of its own, divided by the tokens that are stored.
+With --metrics, the running engine's own counters are added, from LMCache's /metrics.
+
+examples:
+  lmcache-hs-inspect stats --config lmcache.yaml
+  lmcache-hs-inspect stats /mnt/nvme/hs --metrics http://localhost:6999/metrics
+"""
+
+_AGES = ((3600, "1 h"), (86400, "1 d"), (7 * 86400, "7 d"), (30 * 86400, "30 d"))
+_SIZES = ((1 << 16, "64 KB"), (1 << 20, "1 MB"), (4 << 20, "4 MB"), (16 << 20, "16 MB"), (64 << 20, "64 MB"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path_arguments(parser)
+    parser.add_argument("--metrics", metavar="URL", help="where a running engine serves its Prometheus metrics")
+    add_output_options(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    where = open_path(args)
+    engine = None
+    if args.metrics:
+        from lmcache_hs_backend.cli.scrape import scrape
+
+        engine = scrape(args.metrics)
+    figures = collect(where)
+    if engine is not None:
+        figures["engine"] = engine
+    with Screen(args) as screen:
+        if screen.json:
+            screen.dump(figures)
+        else:
+            _print(screen, figures)
+    return 0
+
+
+class _Tally:
+    """What is counted of one namespace on the way."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.nodes: list[Node] = []
+        self.layers: dict[int, dict[str, Any]] = defaultdict(lambda: {"chunks": 0, "tokens": 0, "bytes": 0})
+
+    def add(self, chunk: Chunk) -> None:
+        self.nodes.append(node_of(chunk))
+        for layer in chunk.head.layers:
+            tally = self.layers[layer.layer_idx]
+            tally["chunks"] += 1
+            tally["tokens"] += chunk.head.num_tokens
+            tally["bytes"] += layer.row_bytes * chunk.head.num_tokens
+            tally.setdefault("dtype", layer.dtype_name)
+            tally.setdefault("hidden_dim", layer.hidden_dim)
+
+
+def collect(where: Where, watch: Callable[[Chunk], None] | None = None) -> dict[str, Any]:
+    """All figures, as ``--format json`` shows them. ``watch`` is told of every chunk on the way."""
+    chunks = Chunks(where.cold_path, where.cold_path.namespaces)
+    tallies = {namespace.directory: _Tally(namespace) for namespace in chunks.namespaces}
+    for chunk in chunks.read():
+        tallies[chunk.namespace.directory].add(chunk)
+        if watch is not None:
+            watch(chunk)
+    namespaces = [_namespace(tally) for tally in tallies.values()]
+    disk = os.statvfs(where.cold_path.path)
+    nodes = [node for tally in tallies.values() for node in tally.nodes]
+    now = time.time_ns()
+    return {
+        "cold_path": where.cold_path.path,
+        "total": _total(namespaces),
+        "namespaces": namespaces,
+        "models": _models(namespaces),
+        "age_sec": _distribution([max(0.0, (now - node.used_ns) / 1e9) for node in nodes], _AGES),
+        "chunk_bytes": _distribution([node.nbytes for node in nodes], _SIZES),
+        "limit_bytes": where.config.max_cold_bytes if where.config else None,
+        "free_bytes": disk.f_bavail * disk.f_frsize,
+        "disk_bytes": disk.f_blocks * disk.f_frsize,
+        "skipped": dict(chunks.skipped),
+    }
+
+
+def _namespace(tally: _Tally) -> dict[str, Any]:
+    forest = Forest(tally.namespace, tally.nodes)
+    archived = [node for node in tally.nodes if node.state == "archived"]
+    quarantined = [size for _, size, _ in files_in(os.path.join(tally.namespace.directory, QUARANTINE))]
+    stored, sequence_tokens = forest.stored_tokens, forest.sequence_tokens
+    return {
+        "namespace": tally.namespace.label,
+        "model": tally.namespace.model,
+        "worker_id": tally.namespace.worker_id,
+        "in_use": in_use(tally.namespace),
+        "chunks": len(tally.nodes),
+        "tokens": stored,
+        "bytes": sum(node.nbytes for node in tally.nodes),
+        "sequences": sum(1 for node in tally.nodes if not node.children),
+        "sequence_tokens": sequence_tokens,
+        "dedup_factor": round(sequence_tokens / stored, 3) if stored else None,
+        "archived_chunks": len(archived),
+        "archived_bytes": sum(node.nbytes for node in archived),
+        "quarantined_files": len(quarantined),
+        "quarantined_bytes": sum(quarantined),
+        "layers": [{"layer": idx, **tally.layers[idx]} for idx in sorted(tally.layers)],
+    }
+
+
+_SUMMED = (
+    "chunks", "tokens", "bytes", "sequences", "sequence_tokens", "archived_chunks", "archived_bytes",
+    "quarantined_files", "quarantined_bytes",
+)  # fmt: skip
+
+
+def _total(namespaces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = {name: sum(each[name] for each in namespaces) for name in _SUMMED}
+    total["dedup_factor"] = round(total["sequence_tokens"] / total["tokens"], 3) if total["tokens"] else None
+    return total
+
+
+def _models(namespaces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_model: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in namespaces:
+        by_model[each["model"]].append(each)
+    return [{"model": model, **_total(group)} for model, group in sorted(by_model.items())]
+
+
+def _distribution(values: list[float], bounds: Sequence[tuple[float, str]]) -> dict[str, Any]:
+    """Quantiles, and how many values lie under each bound but not under the one before."""
+    if not values:
+        return {}
+    values = sorted(values)
+    quantiles = {
+        name: round(values[min(len(values) - 1, int(q * len(values)))], 1)
+        for name, q in (("min", 0.0), ("median", 0.5), ("p90", 0.9), ("max", 1.0))
+    }
+    counts, before = {}, 0
+    for bound, name in bounds:
+        reached = bisect.bisect_left(values, bound)
+        counts[f"under {name}"] = reached - before
+        before = reached
+    counts["more"] = len(values) - before
+    return {**quantiles, "histogram": counts}
+
+
+# -- in words ------------------------------------------------------------------------------------------
+
+
+def _print(screen: Screen, figures: dict[str, Any]) -> None:
+    total = figures["total"]
+    screen.table(
+        ("namespace", "in use", ">rank", ">chunks", ">tokens", ">bytes", ">sequences", ">dedup", ">archived", ">bad"),
+        [
+            (
+                printable(each["namespace"]), "yes" if each["in_use"] else "no", str(each["worker_id"]),
+                f"{each['chunks']:,}", f"{each['tokens']:,}", bytes_text(each["bytes"]), f"{each['sequences']:,}",
+                _factor(each["dedup_factor"]), f"{each['archived_chunks']:,}", f"{each['quarantined_files']:,}",
+            )
+            for each in figures["namespaces"]
+        ],
+    )  # fmt: skip
+    screen.show("")
+    screen.table(
+        ("namespace", ">layer", "dtype", ">hidden", ">chunks", ">tokens", ">bytes"),
+        [
+            (
+                printable(each["namespace"]), str(layer["layer"]), layer["dtype"], str(layer["hidden_dim"]),
+                f"{layer['chunks']:,}", f"{layer['tokens']:,}", bytes_text(layer["bytes"]),
+            )
+            for each in figures["namespaces"]
+            for layer in each["layers"]
+        ],
+    )  # fmt: skip
+    screen.show("")
+    for what, key, text in (("last used", "age_sec", duration_text), ("chunk size", "chunk_bytes", bytes_text)):
+        spread = figures[key]
+        if spread:
+            counts = ", ".join(f"{name} {count:,}" for name, count in spread["histogram"].items() if count)
+            median, longest = text(spread["median"]), text(spread["max"])
+            ago = " ago" if key == "age_sec" else ""
+            screen.show(f"{what}: median {median}{ago}, at most {longest}{ago} ({counts})")
+    screen.show(f"quarantine: {total['quarantined_files']:,} files, {bytes_text(total['quarantined_bytes'])}")
+    screen.show(f"archive: {total['archived_chunks']:,} chunks, {bytes_text(total['archived_bytes'])}")
+    screen.show(f"disk: {bytes_text(figures['free_bytes'])} free of {bytes_text(figures['disk_bytes'])}")
+    for name, value in figures.get("engine", {}).items():
+        screen.show(f"engine: {name} {value:,.6g}")
+    parts = [
+        f"{total['chunks']:,} chunks, {total['tokens']:,} tokens, {bytes_text(total['bytes'])}",
+        f"dedup factor {_factor(total['dedup_factor'])}",
+    ]
+    if figures["limit_bytes"]:
+        used = total["bytes"] + total["quarantined_bytes"]
+        parts.append(f"{used / figures['limit_bytes']:.1%} of the limit of {bytes_text(figures['limit_bytes'])}")
+    if figures["skipped"]:
+        parts.append(f"{sum(figures['skipped'].values()):,} skipped")
+    screen.show(", ".join(parts), style="bold")
+
+
+def _factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

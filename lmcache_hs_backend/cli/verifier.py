@@ -1,0 +1,252 @@
+"""Everything that can be wrong with a cold path, found without changing anything.
+
+A file is judged by its own open descriptor, so that an engine which replaces or deletes it meanwhile does
+no harm. Chains are checked by the prefix digest: it is carried on from chunk to chunk over the token
+ids, so a chunk that is reached is really the continuation of its parent, and not of a hash collision.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import xxhash
+
+from lmcache_hs_backend.cli.chunks import Chunks, Place
+from lmcache_hs_backend.cli.coldpath import (
+    ColdPath,
+    Head,
+    Namespace,
+    Unreadable,
+    chunk_name,
+    in_use,
+    open_chunk,
+    read_head,
+    read_head_of,
+    strays,
+)
+from lmcache_hs_backend.cli.parallel import in_threads
+
+#: What can be wrong, and what it means.
+KINDS = {
+    "header": "the header of a chunk file cannot be read",
+    "version": "a chunk file of a version that this program does not know",
+    "size": "a chunk file is shorter or longer than its header says",
+    "short": "a chunk file ended while it was read",
+    "type": "something that is no regular file is named like a chunk",
+    "checksum": "token ids or rows do not match their checksum",
+    "key": "a file is not named after the chunk in it",
+    "model": "a chunk of another model than its namespace's",
+    "prefix": "the prefix digest of a first chunk does not match its token ids, or a later chunk names no parent",
+    "unreadable": "the system refuses to read a file",
+    "misplaced": "a chunk file lies in the wrong one of the 256 directories, where nobody looks for it",
+    "temporary": "left over from a write that was never finished",
+    "foreign": "not a file of ours",
+    "orphan": "the chunk before it is not here, so it is not served until that is stored again",
+    "namespace": "a namespace.json that this program cannot use",
+}
+
+#: A write takes seconds. What is younger than this may be in the hands of an engine that we cannot see.
+_IN_FLIGHT_SEC = 600
+_READERS = 4
+_BLOCK = 4 << 20
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong. ``namespace`` is None where there is none to speak of."""
+
+    kind: str
+    path: str
+    detail: str
+    namespace: Namespace | None
+
+
+@dataclass
+class Link:
+    """What the check of chains needs to know of a good chunk."""
+
+    chunk_hash: str
+    parent: str
+    prefix: bytes
+    start: int
+    end: int
+    path: str
+
+
+Advance = Callable[[int], None]
+
+
+class Verifier:
+    """One pass over a cold path. ``chunks`` and ``bytes`` count what was looked at, ``skipped`` what was not."""
+
+    def __init__(self, cold_path: ColdPath) -> None:
+        self.chunks = self.bytes = 0
+        self.skipped: Counter[str] = Counter()
+        self.unjudged: list[Namespace] = []  # in use: the missing parents may be in RAM
+        self._cold_path = cold_path
+        self._places: list[Place] = []
+        self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
+
+    def find(self) -> int:
+        """Find the files; how many bytes there are to read."""
+        total = 0
+        for place in Chunks(self._cold_path, self._cold_path.namespaces).places():
+            self._places.append(place)
+            total += _size(place.file.path)
+        return total
+
+    def check_files(self, advance: Advance) -> Iterator[Finding]:
+        """Every chunk file, rows included; then everything else that lies about."""
+        for why in self._cold_path.passed_over:
+            yield Finding("namespace", self._cold_path.path, why, None)
+        looked = in_threads(look, self._places, threads=_READERS, in_a_row=4)
+        for place, (head, size, wrong) in zip(self._places, looked, strict=True):
+            advance(size)
+            if wrong is not None and wrong.reason == "vanished":
+                self.skipped["vanished"] += 1
+                continue
+            self.chunks += 1
+            self.bytes += size
+            if wrong is not None:
+                yield Finding(wrong.reason, place.file.path, str(wrong), place.namespace)
+            elif head is not None:
+                self._links[place.namespace.directory].append(
+                    Link(head.chunk_hash, head.parent, head.prefix, head.start, head.end, place.file.path)
+                )
+        now = time.time_ns()
+        for namespace in self._cold_path.namespaces:
+            busy = in_use(namespace)
+            for stray in strays(namespace):
+                if stray.kind == "temporary" and busy and now - stray.mtime_ns < _IN_FLIGHT_SEC * 1e9:
+                    continue
+                yield Finding(stray.kind, stray.path, KINDS[stray.kind], namespace)
+
+    @property
+    def links(self) -> int:
+        return sum(map(len, self._links.values()))
+
+    def check_chains(self, advance: Advance) -> Iterator[Finding]:
+        """Every chunk must be reached from a first chunk. Of those that are not, the first of each branch."""
+        for namespace in self._cold_path.namespaces:
+            links = self._links.pop(namespace.directory, [])
+            roots = [link for link in links if not link.parent and not link.start]
+            children: dict[str, list[Link]] = defaultdict(list)
+            for link in links:
+                if link.parent:
+                    children[link.parent].append(link)
+                elif link.start:
+                    yield Finding("prefix", link.path, f"starts at token {link.start}, but names no parent", namespace)
+            reached: set[int] = set()
+            for root in roots:
+                if not self._walk(root, children, reached, advance):
+                    detail = "the prefix digest of a first chunk is not that of its token ids"
+                    yield Finding("prefix", root.path, detail, namespace)
+            yield from self._orphans(namespace, links, reached)
+
+    def _walk(self, root: Link, children: dict[str, list[Link]], reached: set[int], advance: Advance) -> bool:
+        """Mark what continues a first chunk, digest by digest. False when the first one already fails."""
+        waiting = [(root, xxhash.xxh3_128())]
+        while waiting:
+            link, before = waiting.pop()
+            try:
+                head, _ = read_head(link.path)
+            except (Unreadable, OSError):  # it was good a moment ago: replaced or deleted meanwhile
+                self.skipped["vanished"] += 1
+                reached.add(id(link))
+                continue
+            digest = before.copy()
+            digest.update(head.token_ids)
+            if digest.digest() != link.prefix:
+                if link is root:
+                    return False
+                continue  # of another parent with the same hash, perhaps
+            reached.add(id(link))
+            advance(1)
+            for child in children.get(link.chunk_hash, ()):
+                if child.start == link.end and id(child) not in reached:
+                    waiting.append((child, digest))
+        return True
+
+    def _orphans(self, namespace: Namespace, links: list[Link], reached: set[int]) -> Iterator[Finding]:
+        lost = [link for link in links if id(link) not in reached and link.parent]
+        if not lost:
+            return
+        if in_use(namespace):
+            self.unjudged.append(namespace)
+            return
+        here = {link.chunk_hash for link in links if id(link) in reached}
+        among_lost = {link.chunk_hash for link in lost}
+        behind = Counter(link.parent for link in lost)
+        for link in lost:
+            if link.parent in among_lost and link.parent not in here:
+                continue
+            why = "is here with other token ids" if link.parent in here else "is not here"
+            more = behind[link.chunk_hash]
+            after = f"; {more} more chunk(s) continue it" if more else ""
+            yield Finding("orphan", link.path, f"its parent {link.parent} {why}{after}", namespace)
+
+
+def look(place: Place) -> tuple[Head | None, int, Unreadable | None]:
+    """A chunk's header, the bytes of its file, and what is wrong with it: "vanished" where it is not there."""
+    path = place.file.path
+    try:
+        fd, info = open_chunk(path)
+    except Unreadable as wrong:
+        return None, 0, wrong
+    except FileNotFoundError as error:
+        return None, 0, Unreadable("vanished", str(error))
+    except OSError as error:
+        return None, 0, Unreadable("unreadable", str(error.strerror))
+    try:
+        return check_open(fd, info, place), info.st_size, None
+    except Unreadable as wrong:
+        return None, info.st_size, wrong
+    except OSError as error:
+        return None, info.st_size, Unreadable("unreadable", str(error.strerror))
+    finally:
+        os.close(fd)
+
+
+def check_open(fd: int, info: os.stat_result, place: Place) -> Head:
+    """Judge an open chunk file, rows included. Raises Unreadable or OSError."""
+    head = read_head_of(fd, info.st_size)
+    if chunk_name(head.key) != place.file.name:
+        raise Unreadable("key", f"it holds the chunk {head.key[:200]!r}")
+    if head.model != place.namespace.model:
+        raise Unreadable("model", f"it is of model {head.model[:200]!r}")
+    offset = head.head_bytes
+    for layer in head.layers:
+        nbytes = layer.row_bytes * head.num_tokens
+        if _digest(fd, offset, nbytes) != head.checksums.get(f"layer.{layer.layer_idx}"):
+            raise Unreadable("checksum", f"the bytes of layer.{layer.layer_idx} do not match their checksum")
+        offset += nbytes
+    return head._replace(token_ids=b"", checksums={})
+
+
+def _digest(fd: int, offset: int, nbytes: int) -> str:
+    digest = xxhash.xxh3_64()
+    while nbytes:
+        data = os.pread(fd, min(nbytes, _BLOCK), offset)
+        if not data:
+            raise Unreadable("short", "the file ends before its rows do")
+        digest.update(data)
+        offset += len(data)
+        nbytes -= len(data)
+    return digest.hexdigest()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def summary(findings: list[Finding]) -> dict[str, int]:
+    """How many of each kind, in the order of KINDS."""
+    counts: Counter[Any] = Counter(finding.kind for finding in findings)
+    return {kind: counts[kind] for kind in KINDS if counts[kind]}
