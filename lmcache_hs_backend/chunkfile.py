@@ -94,7 +94,6 @@ class FileLayer:
     mkdir = staticmethod(os.mkdir)
     fsync = staticmethod(os.fsync)
     statvfs = staticmethod(os.statvfs)
-    scandir = staticmethod(os.scandir)
 
 
 def layer_tensor(layer_idx: int) -> str:
@@ -113,7 +112,8 @@ def file_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
 def build_head(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[str, str], ids: bytes) -> bytes:
     """Everything in front of the first layer's rows, padded so that those start at a multiple of 4096.
 
-    ``specs`` must be in file order; ``ids`` are the chunk's own token ids (int64 bytes).
+    ``specs`` must be in file order; ``ids`` are the chunk's own token ids (int64 bytes). Raises ValueError for
+    what a reader would refuse.
     """
     tensors: dict[str, Any] = {
         "__metadata__": {
@@ -141,6 +141,8 @@ def build_head(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[s
             "data_offsets": [begin, end],
         }
     text = json.dumps(tensors, separators=(",", ":")).encode()
+    if len(text) + ALIGN > MAX_HEADER_BYTES or len(specs) > MAX_LAYERS:
+        raise ValueError(f"a header of {len(text)} bytes for {len(specs)} layers is more than a reader accepts")
     total = align(_LENGTH_BYTES + len(text) + len(ids))
     length = total - _LENGTH_BYTES - len(ids)
     return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length) + ids

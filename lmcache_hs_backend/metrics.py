@@ -43,7 +43,8 @@ DROPS = {
     "cold_limit": "deleted from disk, least recently used, to stay within max_cold_size or min_free_disk",
     "collision": "not stored: another prompt has the same chunk hash",
     "bad_file": "the file was damaged, replaced or deleted behind our back",
-    "unread": "not stored: the file found under that name at start could not be read in time",
+    "unwritable": "thrown out of RAM: writing it failed in a way that is a bug in this package",
+    "archive": "its KV was gone, and the file could not be moved to the archive",
     "close": "not yet on disk when close_timeout_sec was over",
 }
 #: What went wrong inside.

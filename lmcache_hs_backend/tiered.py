@@ -22,11 +22,10 @@ import torch
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, AskPresence, ChunkRef, Presence
 from lmcache_hs_backend.chunkfile import FileLayer
-from lmcache_hs_backend.config import ConfigError, TieredConfig
+from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.background import Background
 from lmcache_hs_backend.tiers.cleaner import Cleaner
-from lmcache_hs_backend.tiers.cold import ColdState
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.intake import Intake
 from lmcache_hs_backend.tiers.mover import Executor
@@ -41,6 +40,8 @@ _OPEN_TIMEOUT_SEC = 20.0
 _TICK_SEC = 0.25
 _PUBLISH_SEC = 1.0
 _LOOK_AT_DEAD_SEC = 60.0
+_DELETE_AGAIN_SEC = 5.0
+_DROPPED_UNDER_ONE_LOCK = 1000
 _SAVE_USE_SEC = 600
 _VISITED_PER_TICK = 64
 
@@ -71,12 +72,18 @@ class TieredStore:
         """``setting`` turns the name of a setting into what the user wrote, for errors."""
         self.config = config
         self.metrics = Metrics(labels)
-        self._pair = TierPair(config, capacity, ask, self.metrics)
+        try:
+            self._pair = TierPair(config, capacity, ask, self.metrics)
+        except (ValueError, OverflowError, OSError) as error:
+            raise ConfigError(
+                f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"
+            ) from None
         self._background = Background()
         self._executor = Executor(self._pair.mover)
         self._closing = threading.Lock()  # held by the one call of close() that does the work
         self._closed = False
         self._recovered = threading.Event()
+        self._delete_again_at = 0.0
         self._callers = 0  # calls that are using slots; the pair's lock guards it
         self._namespace: Namespace | None = None
         try:
@@ -188,7 +195,7 @@ class TieredStore:
                 return None
             num_tokens, prefix, kv_key = entry.num_tokens, entry.prefix, entry.kv_key
         ref = ChunkRef(name, 0, num_tokens, prefix, "", "", "", kv_key)
-        return self._serve.retrieve([ref], [layer_idx], None).get(layer_idx)
+        return self.retrieve([ref], [layer_idx], None).get(layer_idx)
 
     def __len__(self) -> int:
         return 0 if self._closed else len(self._pair.index.entries)
@@ -205,10 +212,15 @@ class TieredStore:
 
     def clear(self) -> int:
         """Delete every chunk from both tiers; the archive stays. How many were here."""
-        with self._pair.lock:
-            entries = [] if self._closed else list(self._pair.index.entries.values())
-            for entry in entries:
-                self._pair.forget(entry)
+        pair = self._pair
+        with pair.lock:
+            entries = [] if self._closed else list(pair.index.entries.values())
+            pair.cleared |= not self._cleaner.enabled
+        for start in range(0, len(entries), _DROPPED_UNDER_ONE_LOCK):
+            with pair.lock:
+                for entry in entries[start : start + _DROPPED_UNDER_ONE_LOCK]:
+                    if not entry.gone:
+                        pair.forget(entry)
         return len(entries)
 
     def _drop(self, names: Iterable[bytes], how: Callable[[Entry], None]) -> int:
@@ -230,7 +242,7 @@ class TieredStore:
         gauges = self._gauges()
         return {
             **gauges,
-            "cold_state": self._pair.cold.state.value,
+            "cold_state": self._pair.cold.health.state.value,
             "pinned": bool(gauges["pinned"]),
             "write_bytes_per_sec": self._pair.rate.bytes_per_sec,
             **self.metrics.snapshot(),
@@ -238,20 +250,20 @@ class TieredStore:
 
     def _gauges(self) -> dict[str, float]:
         pair = self._pair
-        cold, index = pair.cold, pair.index
+        cold, index, space = pair.cold, pair.index, pair.cold.space
         with pair.lock:
             return {
                 "hot_bytes": pair.hot.used_bytes,
                 "hot_chunks": index.hot_chunks,
                 "dirty_chunks": index.dirty_chunks,
-                "cold_bytes": cold.usage.total,
+                "cold_bytes": space.usage.total,
                 "cold_chunks": len(index.cold),
-                "archived_chunks": len(cold.archived),
-                "quarantined_chunks": len(cold.quarantined),
+                "archived_chunks": len(space.archived),
+                "quarantined_chunks": len(space.quarantined),
                 "unconfirmed_chunks": index.standings[Standing.UNREAD] + index.standings[Standing.UNCONFIRMED],
                 "capacity_bytes": pair.hot.arena.capacity,
                 "cold_limit_bytes": self.config.max_cold_bytes,
-                "cold_online": int(cold.state is ColdState.ONLINE),
+                "cold_online": int(cold.writable),
                 "pinned": int(pair.hot.arena.pinned),
                 "slots_stuck": pair.mover.stuck(self.config.read_timeout_sec),
                 "queue_reads": pair.mover.queued_reads,
@@ -278,7 +290,7 @@ class TieredStore:
         with pair.lock:
             self._cleaner.flushing += 1
             pair.mover.wake()
-            while pair.index.dirty_chunks and pair.cold.writable and time.monotonic() < deadline:
+            while pair.index.aging and pair.cold.writable and time.monotonic() < deadline:
                 pair.room.wait(min(0.1, max(0.0, deadline - time.monotonic())))
             self._cleaner.flushing -= 1
             return pair.index.dirty_chunks
@@ -305,13 +317,12 @@ class TieredStore:
             self._save_uses()
             ended = self._stop(deadline)
             self._publish()
-            with self._pair.lock:
-                if ended and not self._callers:
-                    self._pair.hot.arena.release()
-                else:
-                    logger.warning("%s: an operation does not return; its memory is left behind", self.directory)
-            if self._namespace is not None:
-                self._namespace.close()
+            if ended and not self._callers:
+                self._pair.hot.arena.release()
+                if self._namespace is not None:
+                    self._namespace.close()
+            else:  # whoever is still at work there keeps the memory and the directory, until the process ends
+                logger.warning("%s: an operation does not return; it is left behind", self.directory)
             logger.info("closed %s: %d chunk(s) not written", self.directory, left)
 
     def wait_recovered(self, timeout: float) -> bool:
@@ -347,7 +358,7 @@ class TieredStore:
         if self.config.max_cold_bytes > total:
             raise ConfigError(
                 f"{setting('max_cold_size')} is {self.config.max_cold_size:g}, but must be at most "
-                f"{total / 1024**3:.2f}, the size in GB of the filesystem of {self.config.cold_path}"
+                f"{total / GIB:.2f}, the size in GB of the filesystem of {self.config.cold_path}"
             )
 
     async def _recover(self) -> None:
@@ -359,21 +370,28 @@ class TieredStore:
                 self._cleaner.enabled = True
                 self._pair.mover.wake()
         await recovery.read_headers()
+        await recovery.trim()
         self._recovered.set()
+        looked = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_AT_DEAD_SEC)
-            await recovery.forget_revived()
+            await asyncio.sleep(_PUBLISH_SEC)
+            if self._pair.index.standings[Standing.UNREAD] and self._pair.cold.readable:
+                await recovery.read_headers()  # a disk that failed meanwhile is back
+            if time.monotonic() - looked > _LOOK_AT_DEAD_SEC:
+                looked = time.monotonic()
+                await recovery.forget_revived()
 
     def _tick(self) -> None:
         """A few times a second: the disk's health, and a look at the next few chunks in turn."""
         pair = self._pair
-        pair.cold.check_health(pair.mover.stuck(self.config.read_timeout_sec))
+        pair.cold.health.check(pair.mover.stuck(self.config.read_timeout_sec))
+        now = time.monotonic()
         with pair.lock:
             if not pair.cold.writable:
                 return
-            for entry in pair.cold.take_failed_unlinks():
-                if pair.index.get(entry.name) is None:
-                    pair.forget_file(entry)
+            if now > self._delete_again_at:
+                self._delete_again_at = now + _DELETE_AGAIN_SEC
+                pair.delete_again()
             turn = pair.index.in_turn(_VISITED_PER_TICK)
             old = time.time_ns() - _SAVE_USE_SEC * 10**9
             for entry in turn:
@@ -390,10 +408,12 @@ class TieredStore:
     def _drop_orphans(self, turn: Sequence[Entry]) -> None:
         """Chunks that nobody retrieves any more, because their KV is gone."""
         suspects = [entry for entry in turn if entry.standing is Standing.CONFIRMED]
+        asked_ns = time.monotonic_ns()
         answers = self._pair.presence([entry.kv_key for entry in suspects], True) if suspects else []
         with self._pair.lock:
             for entry, answer in zip(suspects, answers, strict=True):
-                if answer is Presence.GONE and entry.standing is Standing.CONFIRMED:
+                seen_since = entry.seen_ns >= asked_ns
+                if answer is Presence.GONE and entry.standing is Standing.CONFIRMED and not seen_since:
                     self._pair.kv_gone(entry)
 
     def _save_uses(self) -> None:
@@ -415,6 +435,10 @@ class TieredStore:
 
 # A process that ends without closing still writes what is dirty: the threads are daemons and run until then.
 _open_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+
+
+# A forked child has the objects but not the threads; closing them there would wait for nobody.
+os.register_at_fork(after_in_child=_open_stores.clear)
 
 
 @atexit.register

@@ -293,7 +293,8 @@ class Engine:
 
     def use_files(self, files: FileLayer) -> None:
         """Put a disk that misbehaves under the running store."""
-        self.store.tiers._pair.cold._files = files
+        cold = self.store.tiers._pair.cold
+        cold._files = cold.space._files = cold.health._files = files
 
     @property
     def files(self) -> list[Path]:

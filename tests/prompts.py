@@ -118,8 +118,8 @@ def check_balance(store: TieredStore, damaged: Collection[str] = ()) -> None:
         assert pair.index.clean_bytes == sum(entry.hot_bytes for entry in pair.index.clean.values())
         assert pair.index.hot_chunks == sum(bool(entry.hot) for entry in entries)
         assert pair.index.dirty_chunks == sum(entry.dirty for entry in entries)
-        assert pair.cold.usage.own == sum(entry.file_bytes for entry in entries)
-        assert pair.cold.usage.reserved == 0
+        assert pair.cold.space.usage.own == sum(entry.file_bytes for entry in entries)
+        assert pair.cold.space.usage.reserved == 0
         on_disk = {entry.name: entry.file_bytes for entry in entries if entry.file_bytes}
     for name, size in on_disk.items():
         if name.hex() in damaged:

@@ -195,7 +195,7 @@ class TwoTiers(RuleBasedStateMachine):
             wait_until(lambda: self.store.stats()["cold_state"] == "online", 40)
             self.store.flush(10)
             wait_until(lambda: not self.store._pair.mover._busy)
-            wait_until(lambda: not self.store._pair.cold._unlink_later)
+            wait_until(lambda: not self.store._pair.cold._undeleted)
             wait_until(lambda: not self.store._pair.mover._busy)
             check_balance(self.store, self.damaged)
             assert self.store.stats()["errors_internal"] == 0

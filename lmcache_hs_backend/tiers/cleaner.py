@@ -33,6 +33,8 @@ class Cleaner:
         if not self.enabled or not pair.cold.writable or not pair.index.aging:
             return IDLE_SEC
         now = time.monotonic()
+        if now < self._pair.write_again_at:
+            return self._pair.write_again_at - now
         wait = IDLE_SEC
         short = pair.hot.ready_bytes < pair.config.clean_fraction * pair.hot.arena.capacity
         awaited = self.flushing or pair.hot.ready_bytes + pair.writing_bytes < self.wanted_bytes

@@ -19,7 +19,7 @@ def ensure_read(pair: TierPair, refs: Sequence[ChunkRef], seconds: float) -> Non
     done: SimpleQueue[None] = SimpleQueue()
     with pair.lock:
         entries = [pair.index.get(ref.name) for ref in refs]
-        unread = [entry for entry in entries if entry is not None and entry.standing is Standing.UNREAD]
+        unread = [entry for entry in entries if entry is not None and entry.unread]
         if not pair.cold.readable:
             return
         for entry in unread:

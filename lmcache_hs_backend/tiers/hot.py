@@ -68,11 +68,6 @@ class HotTier:
             placed = self._place(chunks[:1])
         return placed
 
-    def allocate_now(self, spec: LayerSpec, num_tokens: int) -> Slot | None:
-        """One slot, for a layer that comes back from disk; clean chunks leave for it."""
-        placed = self.allocate([(num_tokens, [spec])])
-        return placed[0][spec.layer_idx] if placed else None
-
     def free(self, slots: Mapping[int, Slot]) -> None:
         """Give slots back that no entry holds."""
         for slot in slots.values():
@@ -139,10 +134,9 @@ class HotTier:
             target.copy_(slot)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return stream
+        if device not in self._streams:  # two first stores may both make one; all use the same in the end
+            self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
     def _runs(self, rows: torch.Tensor, moves: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal shape: rows of the tensor, and the memory of one or more adjacent slots."""

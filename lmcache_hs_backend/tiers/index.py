@@ -76,7 +76,8 @@ class Entry:
     uncounted: frozenset[int] = frozenset()
     leases: int = 0  # users of the slots: readers, writers
     claimed: bool = False  # a write of this chunk is under way
-    refused: bool = False  # the disk will never take it (larger than the limit)
+    refused: str = ""  # why the disk does not keep it, a reason of metrics.DROPS; it may leave RAM unwritten
+    seen_ns: int = 0  # when its KV was last seen present (monotonic)
     used_ns: int = 0
     saved_ns: int = 0  # the use that the file's mtime tells
     dirty_since: float = 0.0
@@ -102,6 +103,15 @@ class Entry:
     def layer_idxs(self) -> set[int]:
         filed = {spec.layer_idx for spec in self.filed.layers} if self.filed else set()
         return filed | self.hot.keys()
+
+    @property
+    def gone(self) -> bool:
+        return self.standing is Standing.GONE
+
+    @property
+    def unread(self) -> bool:
+        """Whether it has a file that nobody has looked into yet."""
+        return self.filed is None and self.file_bytes > 0
 
     @property
     def dirty(self) -> bool:
@@ -165,7 +175,7 @@ class Index:
     def settle(self, entry: Entry) -> None:
         """Put an entry into the orders that fit its state. Called after every change to it."""
         name = entry.name
-        alive = entry.standing is not Standing.GONE
+        alive = not entry.gone
         hot = alive and bool(entry.hot)
         dirty = hot and entry.dirty
         self._place(self.cold, entry, alive and entry.file_bytes > 0)
@@ -175,7 +185,7 @@ class Index:
             self.aging[name] = entry
         elif not dirty or entry.refused:
             self.aging.pop(name, None)
-        evictable = hot and not entry.leases and not entry.claimed and (not dirty or entry.refused)
+        evictable = hot and not entry.leases and not entry.claimed and (not dirty or bool(entry.refused))
         self._place(self.clean, entry, evictable)
         clean_bytes = entry.hot_bytes if evictable else 0
         self.clean_bytes += clean_bytes - entry.counted_clean_bytes
@@ -188,7 +198,7 @@ class Index:
         """A sequence was used: its chunks become the youngest, the first one youngest of all."""
         clean, dirty, cold = self.clean, self.dirty, self.cold
         for used_ns, entry in enumerate(reversed(entries), self.tick()):
-            if entry.standing is not Standing.GONE:
+            if not entry.gone:
                 name = entry.name
                 entry.used_ns = self._last_ns = used_ns
                 if name in clean:

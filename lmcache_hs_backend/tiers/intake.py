@@ -7,6 +7,7 @@ of what it was given, or all of it, and never drops one of its own chunks to mak
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec, Presence
+from lmcache_hs_backend.chunkfile import MAX_LAYERS
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.hot import Move
@@ -29,7 +31,7 @@ class _Want(NamedTuple):
     """Layers of one chunk that neither tier has yet."""
 
     ref: ChunkRef
-    specs: list[LayerSpec]
+    specs: Sequence[LayerSpec]
     present: bool  # the KV was seen
     counted: bool  # the call's result counts this chunk already
 
@@ -51,12 +53,14 @@ class Intake:
     def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int) -> int:
         """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
 
-        ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of chunk.DTYPES, on any device. ``ids``:
-        all token ids. Returns the number of chunks that newly hold one of the layers; a chunk recovered
-        from disk counts the first time it is stored in this process, though nothing is copied.
+        ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of chunk.DTYPES, on any device; a chunk has at
+        most chunkfile.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks
+        that newly hold one of the layers; a chunk recovered from disk counts the first time it is stored in
+        this process, though nothing is copied.
         """
         pair = self._pair
         deadline = time.monotonic() + pair.config.store_wait_ms / 1000
+        rows = dict(itertools.islice(rows.items(), MAX_LAYERS))
         refs = [ref for ref in refs if ref.start >= row_offset]
         specs = [LayerSpec(layer_idx, tensor.dtype, tensor.shape[1]) for layer_idx, tensor in rows.items()]
         ensure_read(pair, refs, deadline - time.monotonic())
@@ -74,6 +78,7 @@ class Intake:
             try:
                 self._copy(batch, placed, rows, row_offset)
             except BaseException:
+                self._await_copies(rows)  # if that fails too, the slots stay taken: something may still write them
                 with pair.lock:
                     for slots in placed:
                         pair.hot.free(slots)
@@ -98,12 +103,11 @@ class Intake:
         for number, (ref, answer) in enumerate(zip(refs, answers, strict=True)):
             entry = index.get(ref.name)
             present = answer is Presence.PRESENT
-            if entry is None:
-                wants.append(_Want(ref, list(specs), present, counted=False))
+            if entry is None or entry.standing is Standing.UNREAD:
+                wants.append(_Want(ref, specs, present, counted=False))
                 continue
-            if entry.standing is Standing.UNREAD or entry.prefix != ref.prefix:
-                reason = "unread" if entry.standing is Standing.UNREAD else "collision"
-                self._pair.metrics.loss(reason, len(refs) - number)
+            if entry.prefix != ref.prefix or entry.num_tokens != ref.num_tokens:
+                self._pair.metrics.loss("collision", len(refs) - number)
                 refs = refs[:number]
                 break
             if present:
@@ -113,7 +117,7 @@ class Intake:
             entry.uncounted -= layer_idxs
             stored += counted
             missing = [spec for spec in specs if not entry.has(spec.layer_idx)]
-            if missing:
+            if missing and len(missing) + len(entry.layer_idxs()) <= MAX_LAYERS:
                 wants.append(_Want(ref, missing, present, counted))
         index.touch(known)  # what this prompt already has shall not leave to make room for its rest
         return list(refs), wants, stored
@@ -124,12 +128,14 @@ class Intake:
         chunks = [(want.ref.num_tokens, want.specs) for want in wants]
         if wants[0].nbytes > pair.hot.arena.capacity:
             return []
+        spare: frozenset[bytes] = frozenset()
         while not self.closed:
             placed = pair.hot.allocate(chunks)
             if placed:
                 return placed
             if not pair.cold.writable:
-                if not pair.discard_dirty(spare=frozenset(ref.name for ref in refs)):
+                spare = spare or frozenset(ref.name for ref in refs)
+                if not pair.discard_dirty(spare):
                     return []
                 continue
             left = deadline - time.monotonic()
@@ -160,8 +166,11 @@ class Intake:
                 if layer_idx in slots
             ]
             hot.copy_in(tensor, moves)
+        self._await_copies(rows)
+
+    def _await_copies(self, rows: Mapping[int, torch.Tensor]) -> None:
         for device in {tensor.device for tensor in rows.values()}:
-            hot.synchronize(device)
+            self._pair.hot.synchronize(device)
 
     def _publish(
         self, batch: Sequence[_Want], placed: Sequence[dict[int, Slot]], ids: bytes, *, streaming: bool, more: bool
@@ -178,12 +187,16 @@ class Intake:
             if entry is None:
                 standing = Standing.CONFIRMED if want.present else Standing.UNCONFIRMED
                 entry = Entry(ref.name, standing, ref.prefix, ref.num_tokens, ref.kv_key, slots)
+                entry.file_bytes = pair.cold.inherit(ref.name)
                 self._describe(entry, ref, ids, created_at)
                 entry.stored_at = now
                 pair.index.add(entry)
             else:
+                if entry.standing is Standing.UNREAD:
+                    pair.adopt(entry, ref.prefix, ref.num_tokens, want.present)
                 # Another call may have stored the same chunk meanwhile, or found a collision first.
-                other = entry.standing is Standing.UNREAD or entry.prefix != ref.prefix
+                other = entry.prefix != ref.prefix
+                entry.refused = ""
                 fresh = {idx: slot for idx, slot in slots.items() if not other and not entry.has(idx)}
                 pair.hot.free({idx: slot for idx, slot in slots.items() if idx not in fresh})
                 if not fresh:

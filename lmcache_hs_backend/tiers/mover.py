@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 IDLE_SEC = 3600.0
+#: Reads go first, but one in so many operations is something else, or a stream of reads would end all writing.
+_READS_IN_A_ROW = 8
 
 T = TypeVar("T")
 
@@ -71,6 +73,7 @@ class Mover:
         self._busy: dict[bytes, deque[FileOp]] = {}
         self._running: dict[int, tuple[FileOp, float]] = {}
         self._stopping = False
+        self._reads_in_a_row = 0
         self._threads = [
             threading.Thread(target=self._loop, args=(number,), name=f"hs-io-{number}", daemon=True)
             for number in range(threads)
@@ -165,17 +168,21 @@ class Mover:
 
     def _take(self) -> FileOp | None:
         while True:
-            if self._reads:
+            if self._reads and self._reads_in_a_row < _READS_IN_A_ROW:
+                self._reads_in_a_row += 1
                 return self._reads.popleft()
+            self._reads_in_a_row = 0
             if self._others:
                 return self._others.popleft()
-            if self._stopping:
-                return None
-            write = self.next_write()
+            write = IDLE_SEC if self._stopping else self.next_write()
             if isinstance(write, FileOp):
                 self.claim(write.name)
                 self._work.notify()  # there may be one more for the next thread
                 return write
+            if self._reads:
+                continue
+            if self._stopping:
+                return None
             self._work.wait(write)
 
 

@@ -14,11 +14,12 @@ import errno
 import fcntl
 import functools
 import json
+import logging
 import os
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ import xxhash
 from lmcache_hs_backend.chunkfile import SUFFIX, is_temporary, temporary_name
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.tiers.mover import Executor
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "lmcache-hs-namespace"
 VERSION = 1
@@ -72,7 +75,7 @@ class NamespaceId:
 
 
 def make_directories(path: str, mode: int) -> None:
-    """Create a directory and what is missing above it, each with ``mode`` (as far as the umask lets it)."""
+    """Create a directory and what is missing above it, each with ``mode``."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -80,6 +83,7 @@ def make_directories(path: str, mode: int) -> None:
         make_directories(parent, mode)
     with contextlib.suppress(FileExistsError):  # another process made it meanwhile
         os.mkdir(path, mode)
+        os.chmod(path, mode)  # whatever the umask: the setting is about these directories alone
 
 
 class NamespaceRecordError(Exception):
@@ -146,24 +150,36 @@ class FoundFile(NamedTuple):
     name: bytes
 
 
+@contextlib.contextmanager
+def _listed(directory: str) -> Iterator[Iterable[os.DirEntry[str]]]:
+    """The entries of a directory; none of one that is not there, or that cannot be listed, which the log says."""
+    try:
+        entries = os.scandir(directory)
+    except FileNotFoundError:
+        yield ()
+    except OSError as error:
+        logger.warning("%s is passed over: %s", directory, error)
+        yield ()
+    else:
+        with entries:
+            yield entries
+
+
 def scan_chunks(directory: str) -> Iterator[FoundFile]:
     """The chunk files of ``<directory>/<hh>/`` and, nameless, left-over temporaries beside them.
 
     Names and sizes only; anything else that lies there (foreign files) is passed over, and whatever kind of
     thing is named like a chunk is reported as one: the reader looks before it opens.
     """
-    try:
-        with os.scandir(directory) as entries:
-            folders = [e.path for e in entries if _FAN_OUT.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return
+    with _listed(directory) as entries:
+        folders = [e.path for e in entries if _FAN_OUT.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     for folder in sorted(folders):
         yield from scan_folder(folder)
 
 
 def scan_folder(folder: str) -> Iterator[FoundFile]:
     """One fan-out directory; see scan_chunks. A folder or file that vanishes meanwhile is passed over."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+    with _listed(folder) as entries:
         for entry in entries:
             match = _CHUNK_FILE.fullmatch(entry.name)
             belongs = match is not None and match[1].startswith(os.path.basename(folder))
@@ -177,7 +193,7 @@ def scan_folder(folder: str) -> Iterator[FoundFile]:
 
 def scan_flat(directory: str) -> Iterator[FoundFile]:
     """Every file directly in a directory (quarantine), nameless."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+    with _listed(directory) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 info = entry.stat(follow_symlinks=False)
@@ -246,12 +262,18 @@ class Namespace:
             for number in range(10_000):
                 directory = root if number == 0 else os.path.join(root, f"p{number}")
                 await loop.run_in_executor(executor, functools.partial(make_directories, directory, mode))
+                if await loop.run_in_executor(executor, os.path.islink, directory):
+                    raise NotADirectoryError(f"{directory} is a symbolic link")
                 while (lock := await loop.run_in_executor(executor, NamespaceLock.take, directory)) is None:
                     if number or time.monotonic() > deadline:
                         break
                     await asyncio.sleep(0.05)
                 if lock is not None:
-                    await cls._describe(directory, ident, executor)
+                    try:
+                        await cls._describe(directory, ident, executor)
+                    except BaseException:
+                        lock.close()
+                        raise
                     return cls(directory, lock)
                 if on_locked == "error":
                     raise ConfigError(

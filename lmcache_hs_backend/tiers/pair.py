@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -27,16 +28,18 @@ from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_nam
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
-from lmcache_hs_backend.tiers.cold import ColdTier, NoRoom
+from lmcache_hs_backend.tiers.cold import ColdTier
 from lmcache_hs_backend.tiers.hot import HotTier
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
 from lmcache_hs_backend.tiers.namespace import Namespace
 from lmcache_hs_backend.tiers.rate import RateMeter
+from lmcache_hs_backend.tiers.space import NoRoom
 
 logger = logging.getLogger(__name__)
 
 MIN_IDLE_BUFFERS = 256 << 20
+_NO_ROOM_SEC = 0.2
 
 
 class TierPair:
@@ -54,13 +57,15 @@ class TierPair:
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.mover = Mover(self.lock, config.io_threads, lambda: metrics.add("errors_internal"))
         self.rate = RateMeter()
+        self.cleared = False  # everything was dropped before the scan had found what is on disk
+        self.write_again_at = 0.0  # no write is started before (monotonic): the last one found no room
         self.writing_bytes = 0  # slots of chunks that are being written, and will be clean when that is done
 
     def open(self, namespace: Namespace, files: FileLayer) -> None:
         """Attach the directory that this process owns."""
         self.cold = ColdTier(
-            self.config, namespace, self.index, self.mover, self.lock, self.pool, self.metrics, files,
-            forget=self.detach, on_change=self._cold_changed,
+            self.config, namespace.directory, self.index, self.mover, self.lock, self.pool, self.metrics, files,
+            give_up_file=self._give_up_file, on_change=self._cold_changed,
         )  # fmt: skip
 
     # -- transitions, lock held ------------------------------------------------------------------------
@@ -74,11 +79,10 @@ class TierPair:
     def release(self, entry: Entry) -> None:
         """End a lease; the last one of a chunk that is GONE frees its slots."""
         entry.leases -= 1
-        if entry.standing is Standing.GONE:
-            if not entry.leases:
-                self._vacate(entry)
-        elif not entry.leases:
+        if not entry.gone:
             self.index.settle(entry)
+        elif not entry.leases:
+            self._vacate(entry)
 
     def release_used(self, entries: Sequence[Entry]) -> None:
         """End a lease on each chunk of a sequence that was used: they become the youngest, the first most of all."""
@@ -94,13 +98,17 @@ class TierPair:
 
     def forget(self, entry: Entry, *, archive: bool = False) -> None:
         """A chunk leaves both tiers: RAM at once, disk as soon as what its name has in flight is over."""
+        if archive and entry.dirty and not self.cold.writable:
+            self.metrics.loss("archive")  # its slots are not kept for a disk that may never come back
+            archive = False
         if archive or entry.file_bytes or self.mover.is_busy(entry.name):
             self.mover.submit(Delete(self, entry, archive))
         self.detach(entry)
 
-    def forget_file(self, entry: Entry) -> None:
-        """Try again to delete the file of a chunk that is GONE."""
-        self.mover.submit(Delete(self, entry, archive=False))
+    def delete_again(self) -> None:
+        """Try again to delete files that could not be deleted."""
+        for entry in self.cold.take_undeleted():
+            self.mover.submit(Delete(self, entry, archive=False))
 
     def kv_gone(self, entry: Entry) -> None:
         """LMCache has lost the KV of a confirmed chunk."""
@@ -110,6 +118,7 @@ class TierPair:
     def confirm(self, entry: Entry, kv_key: object) -> None:
         """The KV of a chunk has been seen present: from now on its absence means something."""
         entry.kv_key = kv_key
+        entry.seen_ns = time.monotonic_ns()
         if entry.standing is Standing.UNCONFIRMED:
             self.index.stand(entry, Standing.CONFIRMED)
 
@@ -117,10 +126,10 @@ class TierPair:
         """Throw the oldest dirty chunk out of RAM, unwritten, sparing some. False when there is none."""
         for entry in self.index.dirty.values():
             if entry.name not in spare and not entry.leases and not self.mover.is_busy(entry.name):
-                self._vacate(entry)
                 if entry.filed is None:
-                    self.index.remove(entry)
+                    self.forget(entry)
                 else:
+                    self._vacate(entry)
                     self.index.settle(entry)
                 self.metrics.loss("offline")
                 return True
@@ -128,24 +137,45 @@ class TierPair:
 
     def header_known(self, entry: Entry, header: Header) -> None:
         """A file found at start has been looked into. Raises BadChunk when it is another chunk's."""
-        if entry.standing is not Standing.UNREAD:
+        if not entry.unread or entry.gone:
             return
-        if chunk_name(header.meta.key) != entry.name:
-            raise BadChunk("key", f"it holds the chunk {header.meta.key[:200]!r}")
-        entry.prefix = header.meta.prefix
-        entry.num_tokens = header.meta.num_tokens
+        meta = header.meta
+        if chunk_name(meta.key) != entry.name:
+            raise BadChunk("key", f"it holds the chunk {meta.key[:200]!r}")
+        if entry.standing is not Standing.UNREAD and (meta.prefix, meta.num_tokens) != (entry.prefix, entry.num_tokens):
+            raise BadChunk("collision", "another prompt with the same chunk hash was stored before it was read")
         entry.filed = self.index.share(header.layout)
-        entry.uncounted = frozenset(spec.layer_idx for spec in header.layout.layers)
-        self.index.stand(entry, Standing.UNCONFIRMED)
+        if entry.standing is Standing.UNREAD:
+            entry.prefix, entry.num_tokens = meta.prefix, meta.num_tokens
+            entry.uncounted = frozenset(spec.layer_idx for spec in header.layout.layers)
+            self.index.stand(entry, Standing.UNCONFIRMED)
+        self.index.settle(entry)
+
+    def adopt(self, entry: Entry, prefix: bytes, num_tokens: int, present: bool) -> None:
+        """Rows are stored for a chunk whose file has not been looked into: whose it is, the store knows first."""
+        entry.prefix, entry.num_tokens = prefix, num_tokens
+        self.index.stand(entry, Standing.CONFIRMED if present else Standing.UNCONFIRMED)
 
     def _evicted(self, entry: Entry) -> None:
         """A chunk has left RAM to make room (HotTier has freed its slots)."""
         entry.meta, entry.ids = None, b""
-        if entry.filed is None:  # the disk had refused it
-            self.index.remove(entry)
-            self.metrics.loss("too_large")
+        if entry.refused:
+            self.metrics.loss(entry.refused)
+            entry.refused = ""
         else:
             self.metrics.add("demoted")
+        if entry.filed is None:
+            self.forget(entry)
+
+    def _give_up_file(self, entry: Entry) -> None:
+        """The file of a chunk has to make room. Rows in RAM stay there, and are not written again."""
+        entry.filed = None
+        if entry.hot:
+            entry.refused = "cold_limit"
+            self.index.settle(entry)
+        else:
+            self.detach(entry)
+            self.metrics.loss("cold_limit")
 
     def _vacate(self, entry: Entry) -> None:
         self.hot.vacate(entry)
@@ -170,14 +200,15 @@ class TierPair:
         """The file of an entry is not usable. Its name must be busy with the calling operation."""
         self.cold.quarantine(entry, bad)
         with self.lock:
-            entry.filed = None
-            if entry.standing is Standing.GONE:
+            layout, entry.filed = entry.filed, None
+            if entry.gone:
                 return
+            if layout is None or any(spec.layer_idx not in entry.hot for spec in layout.layers):
+                self.metrics.loss("bad_file")
             if entry.hot:  # rows in RAM are good, and dirty again
                 self.index.settle(entry)
             else:
                 self.detach(entry)
-                self.metrics.loss("bad_file")
 
     def read_header(self, entry: Entry) -> None:
         """Look into a file found at start; a bad one is set aside. Its name must be busy with the caller."""
@@ -225,23 +256,56 @@ class Arrival(NamedTuple):
     scratch: dict[int, torch.Tensor]
 
 
+class Waiter:
+    """Who waits for the reads of one call: where they arrive, and how much may wait there in scratch memory."""
+
+    def __init__(self, deadline: float, scratch_bytes: int) -> None:
+        self.arrivals: SimpleQueue[Arrival] = SimpleQueue()
+        self.gave_up = False  # what has not started need not
+        self._deadline = deadline
+        self._scratch_bytes = scratch_bytes
+        self._freed = threading.Condition()  # guards _used; nothing but waiting happens under it
+        self._used = 0
+
+    def scratch_free(self, specs: Sequence[LayerSpec], num_tokens: int) -> bool:
+        """Wait until what arrived before has been copied far enough. False when nobody waits any more."""
+        nbytes = sum(spec.nbytes(num_tokens) for spec in specs)
+        with self._freed:
+            while self._used and self._used + nbytes > self._scratch_bytes:
+                left = self._deadline - time.monotonic()
+                if self.gave_up or left <= 0:
+                    return False
+                self._freed.wait(left)
+            self._used += nbytes
+        return True
+
+    def copied(self, scratch: Mapping[int, torch.Tensor]) -> None:
+        """The rows of an arrival have been taken out of scratch memory."""
+        if scratch:
+            with self._freed:
+                self._used -= sum(rows.nbytes for rows in scratch.values())
+                self._freed.notify_all()
+
+    def give_up(self) -> None:
+        with self._freed:
+            self.gave_up = True
+            self._freed.notify_all()
+
+
 class Read(FileOp):
     """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory."""
 
-    is_read = True
-
     def __init__(
-        self, pair: TierPair, entry: Entry, layer_idxs: Sequence[int], position: int,
-        arrivals: SimpleQueue[Arrival] | None,
+        self, pair: TierPair, entry: Entry, layer_idxs: Sequence[int], position: int, waiter: Waiter | None
     ) -> None:  # fmt: skip
-        """Lock held. Without ``arrivals`` nobody waits: a prefetch."""
+        """Lock held. Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for."""
         self.name = entry.name
-        self.cancelled = False
+        self.is_read = waiter is not None
         self._pair = pair
         self._entry = entry
         self._layer_idxs = layer_idxs
         self._position = position
-        self._arrivals = arrivals
+        self._waiter = waiter
         pair.lease(entry)
 
     def run(self) -> None:
@@ -252,8 +316,8 @@ class Read(FileOp):
         finally:
             with self._pair.lock:
                 self._pair.release(self._entry)
-            if self._arrivals is not None:
-                self._arrivals.put(Arrival(self._position, miss, scratch))
+            if self._waiter is not None:
+                self._waiter.arrivals.put(Arrival(self._position, miss, scratch))
 
     def _read(self, scratch: dict[int, torch.Tensor]) -> str | None:
         pair, entry = self._pair, self._entry
@@ -261,12 +325,18 @@ class Read(FileOp):
             # A read before this one may have brought some of the layers already.
             wanted = [layer_idx for layer_idx in self._layer_idxs if layer_idx not in entry.hot]
             layout = entry.filed
-            if self.cancelled or not wanted:
-                return "timeout" if self.cancelled else None
-            if layout is None:
-                return "bad_file"
-            specs = [layout.spec(layer_idx) for layer_idx in wanted]
-            slots = self._slots([spec for spec in specs if spec is not None], layout)
+            if not wanted:
+                return None
+            if self._waiter is not None and self._waiter.gave_up:
+                return "timeout"
+            if entry.gone:
+                return "absent"  # the file of that name may be another chunk's by now
+            specs = [spec for idx in wanted if layout is not None and (spec := layout.spec(idx)) is not None]
+            if layout is None or len(specs) < len(wanted):
+                return "bad_file"  # it was lost after the walk, and perhaps written again with fewer layers
+            slots = self._slots(specs, layout)
+        if not slots and (self._waiter is None or not self._waiter.scratch_free(specs, layout.num_tokens)):
+            return "timeout"
         try:
             header = pair.cold.read(entry, layout, self._into(wanted, layout, slots, scratch))
         except BadChunk as bad:
@@ -283,7 +353,7 @@ class Read(FileOp):
             with pair.lock:
                 entry.hot.update(slots)
                 entry.meta, entry.ids = header.meta, header.token_ids
-                if entry.standing is not Standing.GONE:
+                if not entry.gone:
                     pair.index.settle(entry)
                     pair.metrics.add("promoted")
         return None
@@ -291,7 +361,7 @@ class Read(FileOp):
     def _slots(self, specs: Sequence[LayerSpec], layout: FileLayout) -> dict[int, Slot]:
         """Slots for all the layers, or none. Nothing is promoted that nobody may have any more."""
         pair = self._pair
-        if not (pair.config.promote or self._arrivals is None) or self._entry.standing is Standing.GONE:
+        if not (pair.config.promote or self._waiter is None):
             return {}
         placed = pair.hot.allocate([(layout.num_tokens, specs)])
         return placed[0] if placed else {}
@@ -302,7 +372,7 @@ class Read(FileOp):
         into = {}
         for layer_idx in wanted:
             spec = layout.spec(layer_idx)
-            assert spec is not None  # the walk chose layers that the file has
+            assert spec is not None  # _read has looked
             nbytes = spec.nbytes(layout.num_tokens)
             if layer_idx in slots:
                 into[layer_idx] = self._pair.hot.arena.bytes_at(slots[layer_idx].offset, nbytes)
@@ -330,7 +400,7 @@ class ReadHeader(FileOp):
 
     def run(self) -> None:
         try:
-            if self._entry.standing is Standing.UNREAD:
+            if self._entry.unread:
                 self._pair.read_header(self._entry)
         finally:
             self._done.put(None)
@@ -357,9 +427,15 @@ class Write(FileOp):
             if not self._drop_orphan():
                 written = self._write()
         except NoRoom as no_room:
-            entry.refused = no_room.for_ever
+            if no_room.for_ever:
+                entry.refused = "too_large"
+            else:
+                pair.write_again_at = time.monotonic() + _NO_ROOM_SEC
         except OSError as error:  # counted, and the tier is offline
             logger.debug("chunk %s stays dirty: %s", entry.name.hex(), error)
+        except Exception:
+            entry.refused = "unwritable"  # a bug; trying the same again and again would not mend it
+            raise
         finally:
             with pair.lock:
                 pair.rate.finish(written)
@@ -373,12 +449,13 @@ class Write(FileOp):
         pair, entry = self._pair, self._entry
         if entry.standing is not Standing.CONFIRMED:
             return False
+        asked_ns = time.monotonic_ns()
         if pair.presence([entry.kv_key], True)[0] is not Presence.GONE:
             return False
         with pair.lock:
-            if pair.index.get(entry.name) is entry:
+            if entry.seen_ns < asked_ns and pair.index.get(entry.name) is entry:
                 pair.kv_gone(entry)
-        return True
+            return entry.gone
 
     def _write(self) -> int:
         pair, entry = self._pair, self._entry
@@ -402,29 +479,34 @@ class Delete(FileOp):
         self._pair = pair
         self._entry = entry
         self._archive = archive
-        if archive:
+        self._dirty = archive and entry.dirty  # rows that only RAM has: keep them until they are written
+        if self._dirty:
             pair.lease(entry)
 
     def run(self) -> None:
         pair, entry = self._pair, self._entry
         if not self._archive:
             pair.cold.unlink(entry)
-            return
-        try:
-            with pair.lock:
-                unwritten, meta, ids = entry.dirty, entry.meta, entry.ids
-            if unwritten and meta is not None:
-                rows, _memory = pair.gather(entry)
-                pair.cold.write(entry, meta, ids, rows, archive=True)
+        elif not self._dirty:
+            pair.cold.archive(entry)
+        else:
+            try:
+                self._write_to_archive()
+            except (NoRoom, OSError) as error:
+                logger.debug("chunk %s is not archived: %s", entry.name.hex(), error)
+                pair.metrics.loss("archive")
+            finally:
+                with pair.lock:
+                    pair.release(entry)
                 pair.cold.unlink(entry)
-            else:
-                pair.cold.archive(entry)
-        except (NoRoom, OSError) as error:
-            logger.debug("chunk %s is not archived: %s", entry.name.hex(), error)
-            pair.cold.unlink(entry)
-        finally:
-            with pair.lock:
-                pair.release(entry)
+
+    def _write_to_archive(self) -> None:
+        pair, entry = self._pair, self._entry
+        rows, _memory = pair.gather(entry)
+        with pair.lock:
+            meta, ids = entry.meta, entry.ids
+        assert meta is not None  # a hot chunk has it
+        pair.cold.write(entry, meta, ids, rows, archived=True)
 
 
 class SaveUse(FileOp):

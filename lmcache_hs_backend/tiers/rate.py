@@ -27,6 +27,8 @@ class RateMeter:
         self._active -= 1
         self._bytes += nbytes
         elapsed = time.monotonic() - self._since
+        if not self._bytes:
+            return  # a write that failed says nothing about the rate
         if elapsed >= _SAMPLE_SEC or (not self._active and self._bytes >= _LEAST_BYTES):
             sample = self._bytes / max(elapsed, 1e-6)
             self.bytes_per_sec = (self.bytes_per_sec + sample) / 2 if self.bytes_per_sec else sample

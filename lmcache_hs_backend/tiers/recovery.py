@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from lmcache_hs_backend.chunkfile import BadChunk
+from lmcache_hs_backend.chunkfile import is_temporary
 from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.mover import Executor
@@ -60,7 +60,7 @@ class Recovery:
                     self._add(file)
         await loop.run_in_executor(self._executor, self._scan_aside)
         await loop.run_in_executor(self._executor, self._scan_dead)
-        usage = self._pair.cold.usage
+        usage = self._pair.cold.space.usage
         if usage.total:
             logger.info(
                 "found in %s: %d chunk(s) of %.2f GB; set aside or of other namespaces: %.2f GB; limit %.2f GB",
@@ -69,13 +69,19 @@ class Recovery:
             )  # fmt: skip
 
     async def read_headers(self) -> None:
-        """Read what the scan has left unread, most recently used first, then bring the bytes under the limit."""
+        """Read what the scan has left unread, most recently used first. What a failing disk hides stays unread."""
         loop = asyncio.get_running_loop()
         with self._pair.lock:
-            unread = [e for e in self._pair.index.cold.values() if e.standing is Standing.UNREAD]
+            unread = [entry for entry in self._pair.index.cold.values() if entry.unread]
         for batch in _batches(reversed(unread), _HEADERS_PER_HOP):
+            if not self._pair.cold.readable:
+                return
             await loop.run_in_executor(self._executor, self._read_batch, batch)
-        excess = self._pair.cold.usage.total - self._pair.config.max_cold_bytes
+
+    async def trim(self) -> None:
+        """Bring what was found under the limit, which may be lower than it was."""
+        loop = asyncio.get_running_loop()
+        excess = self._pair.cold.space.usage.total - self._pair.config.max_cold_bytes
         if excess > 0:
             logger.info("%s: %.2f GB above max_cold_size leave, oldest first", self._directory, excess / GIB)
         while await loop.run_in_executor(self._executor, self._trim_batch):
@@ -83,7 +89,7 @@ class Recovery:
 
     async def forget_revived(self) -> None:
         """Namespaces that were dead and have an owner again are no longer ours to count."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._pair.cold.forget_revived)
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._pair.cold.space.forget_revived)
 
     # -- on an I/O thread --------------------------------------------------------------------------------
 
@@ -95,23 +101,22 @@ class Recovery:
             else:
                 self._remove(file.path)
         for file in scan_flat(self._directory):
-            if os.path.basename(file.path).endswith(".tmp"):
+            if is_temporary(os.path.basename(file.path)):
                 self._remove(file.path)
         return files
 
     def _scan_aside(self) -> None:
         """The archive and the quarantine of this namespace."""
-        cold = self._pair.cold
+        space = self._pair.cold.space
         quarantined = sorted(scan_flat(os.path.join(self._directory, QUARANTINE)), key=lambda f: f.mtime_ns)
         archived = sorted(scan_chunks(os.path.join(self._directory, ARCHIVE)), key=lambda f: f.mtime_ns)
         with self._pair.lock:
             for file in quarantined:
-                cold.quarantined.append(file)
-                cold.usage.quarantine += file.size
+                space.quarantined.append(file)
+                space.usage.quarantine += file.size
             for file in archived:
-                if file.name and file.name not in cold.archived:
-                    cold.archived[file.name] = file.size
-                    cold.usage.archive += file.size
+                if file.name and file.name not in space.archived:
+                    space.count_archived(file.name, file.size)
         for file in archived:
             if not file.name:
                 self._remove(file.path)
@@ -120,69 +125,57 @@ class Recovery:
         """Namespaces that no process holds: another model, an earlier revision, a second process's leftovers."""
         dead: list[tuple[FoundFile, str]] = []
         for directory, _ in namespaces(self._cold_path):
-            if os.path.samefile(directory, self._directory):
-                continue
             try:
+                if os.path.samefile(directory, self._directory):
+                    continue
                 lock = NamespaceLock.take(directory)
             except OSError as error:
-                logger.info("%s is not counted, its lock cannot be tried: %s", directory, error)
+                logger.info("%s is not counted: %s", directory, error)
                 continue
             if lock is None:
                 continue
-            try:
-                folders = (directory, os.path.join(directory, ARCHIVE))
-                found = itertools.chain(
-                    *(scan_chunks(folder) for folder in folders), scan_flat(os.path.join(directory, QUARANTINE))
-                )
-                dead.extend((file, directory) for file in found)
-            finally:
-                lock.close()
+            lock.close()  # only tried: its owner may be starting at this moment, and eviction takes it again
+            folders = (directory, os.path.join(directory, ARCHIVE))
+            aside = scan_flat(os.path.join(directory, QUARANTINE))
+            dead.extend((file, directory) for file in itertools.chain(*map(scan_chunks, folders), aside))
         dead.sort(key=lambda item: item[0].mtime_ns)
         with self._pair.lock:
-            self._pair.cold.dead.extend(dead)
-            self._pair.cold.usage.dead += sum(file.size for file, _ in dead)
+            self._pair.cold.space.dead.extend(dead)
+            self._pair.cold.space.usage.dead += sum(file.size for file, _ in dead)
 
     def _read_batch(self, batch: Iterable[Entry]) -> None:
         pair = self._pair
         for entry in batch:
-            try:
-                header = pair.cold.read_header(entry.name)
-                with pair.lock:
-                    if pair.index.get(entry.name) is entry:
-                        pair.header_known(entry, header)
-            except BadChunk as bad:
-                self._set_aside(entry, bad)
-            except OSError as error:
-                logger.debug("the header of %s stays unread: %s", entry.name.hex(), error)
-
-    def _set_aside(self, entry: Entry, bad: BadChunk) -> None:
-        """A bad file, unless somebody is already dealing with its chunk."""
-        pair = self._pair
-        with pair.lock:
-            if pair.index.get(entry.name) is not entry or pair.mover.is_busy(entry.name):
-                return
-            pair.mover.claim(entry.name)
-        try:
-            pair.bad_file(entry, bad)
-        finally:
             with pair.lock:
-                pair.mover.release(entry.name)
+                if not pair.cold.readable:
+                    return
+                if pair.index.get(entry.name) is not entry or pair.mover.is_busy(entry.name):
+                    continue  # somebody is dealing with it already
+                pair.mover.claim(entry.name)
+            try:
+                pair.read_header(entry)
+            finally:
+                with pair.lock:
+                    pair.mover.release(entry.name)
 
     def _trim_batch(self) -> bool:
-        return all(self._pair.cold.trim() for _ in range(_TRIMMED_PER_HOP))
+        return all(self._pair.cold.space.trim() for _ in range(_TRIMMED_PER_HOP))
 
     def _add(self, file: FoundFile) -> None:
-        """Lock held. A chunk that was stored meanwhile is not yet written: the file is its own."""
+        """Lock held. A chunk that was stored meanwhile has a file now that nobody has looked into."""
         index = self._pair.index
         entry = index.get(file.name)
-        if entry is None:
-            entry = Entry(file.name, Standing.UNREAD, file_bytes=file.size, saved_ns=file.mtime_ns)
-            index.add(entry)
-            entry.used_ns = file.mtime_ns
-        else:
-            entry.file_bytes = file.size
+        nbytes = max(1, file.size)  # an empty file is one too, and has to be set aside
+        self._pair.cold.space.usage.own += nbytes
+        if entry is not None:
+            entry.file_bytes = nbytes
             index.settle(entry)
-        self._pair.cold.usage.own += file.size
+            return
+        entry = Entry(file.name, Standing.UNREAD, file_bytes=nbytes, saved_ns=file.mtime_ns)
+        index.add(entry)
+        entry.used_ns = file.mtime_ns
+        if self._pair.cleared:  # before it was known what there was to clear
+            self._pair.forget(entry)
 
     @staticmethod
     def _remove(path: str) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,10 @@ from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.hot import Move
 from lmcache_hs_backend.tiers.index import Entry, Standing
-from lmcache_hs_backend.tiers.pair import Arrival, Read, TierPair
+from lmcache_hs_backend.tiers.pair import Arrival, Read, TierPair, Waiter
+
+#: Rows of one call that may wait in scratch memory, where no slot is free.
+_SCRATCH_BYTES = 32 << 20
 
 
 class _Hit(NamedTuple):
@@ -36,6 +38,7 @@ class Serve:
     def __init__(self, pair: TierPair) -> None:
         self.closed = False
         self._pair = pair
+        self._pin = torch.cuda.is_available()
 
     def retrieve(
         self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None
@@ -48,16 +51,17 @@ class Serve:
         pair = self._pair
         deadline = time.monotonic() + pair.config.read_timeout_sec
         ensure_read(pair, refs, deadline - time.monotonic())
+        waiter = Waiter(deadline, _SCRATCH_BYTES)
         with pair.lock:
             hits, specs, miss = self._walk(refs, layer_idxs, dtype is None)
         served = 0
         try:
+            asked_ns = time.monotonic_ns()
             answers = pair.presence([hit.ref.kv_key for hit in hits], False)
-            arrivals: SimpleQueue[Arrival] = SimpleQueue()
             with pair.lock:
-                known, miss = self._judge(hits, answers, miss)
+                known, miss = self._judge(hits, answers, asked_ns, miss)
                 reads = {
-                    position: Read(pair, hit.entry, hit.cold, position, arrivals)
+                    position: Read(pair, hit.entry, hit.cold, position, waiter)
                     for position, hit in enumerate(hits[:known])
                     if hit.cold
                 }
@@ -67,8 +71,9 @@ class Serve:
                 tokens = hits[known - 1].ref.end
                 rows = {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
                 self._copy_hot(hits[:known], rows)
-                served, miss = self._copy_cold(hits[:known], rows, reads, arrivals, deadline, miss)
+                served, miss = self._copy_cold(hits[:known], rows, reads.keys(), waiter, deadline, miss)
         finally:
+            waiter.give_up()
             with pair.lock:
                 for hit in hits[served:]:
                     pair.release(hit.entry)
@@ -94,6 +99,8 @@ class Serve:
                 entry = pair.index.get(ref.name)
                 if entry is None or entry.prefix != ref.prefix or entry.standing is Standing.UNREAD:
                     return
+                if pair.mover.is_busy(entry.name):
+                    continue  # somebody reads or writes it already
                 wanted = entry.layer_idxs() if layer_idxs is None else set(layer_idxs)
                 if not all(entry.has(layer_idx) for layer_idx in wanted):
                     return
@@ -124,7 +131,7 @@ class Serve:
             entry = entries.get(ref.name)
             if entry is None or entry.standing is Standing.UNREAD:
                 return hits, first, "absent"
-            if entry.prefix != ref.prefix:
+            if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
                 return hits, first, "collision"
             specs = []
             cold: tuple[int, ...] = ()
@@ -146,7 +153,9 @@ class Serve:
             hits.append(_Hit(ref, entry, cold))
         return hits, first, None
 
-    def _judge(self, hits: Sequence[_Hit], answers: Sequence[Presence], miss: str | None) -> tuple[int, str | None]:
+    def _judge(
+        self, hits: Sequence[_Hit], answers: Sequence[Presence], asked_ns: int, miss: str | None
+    ) -> tuple[int, str | None]:
         """How many of the chunks may be served, as to their KV; those whose KV is gone leave both tiers."""
         known = next((n for n, answer in enumerate(answers) if answer is not Presence.PRESENT), len(hits))
         for hit in hits[:known]:
@@ -157,7 +166,7 @@ class Serve:
             gone = answer is Presence.GONE and hit.entry.standing is Standing.CONFIRMED
             if hit is hits[known]:
                 miss = "kv_gone" if gone else "kv_absent" if answer is Presence.GONE else "kv_unknown"
-            if gone:
+            if gone and hit.entry.seen_ns < asked_ns:  # nobody has seen it since
                 self._pair.kv_gone(hit.entry)
         return known, miss
 
@@ -165,7 +174,7 @@ class Serve:
 
     def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None) -> torch.Tensor:
         hidden_dim, dtype = spec.hidden_dim, dtype or spec.dtype
-        if torch.cuda.is_available():
+        if self._pin:
             # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
         return self._pair.pool.get(tokens * hidden_dim * dtype.itemsize).rows(tokens, hidden_dim, dtype)
@@ -185,28 +194,27 @@ class Serve:
         self,
         hits: Sequence[_Hit],
         rows: Mapping[int, torch.Tensor],
-        reads: Mapping[int, Read],
-        arrivals: SimpleQueue[Arrival],
+        reads: Collection[int],
+        waiter: Waiter,
         deadline: float,
         miss: str | None,
     ) -> tuple[int, str | None]:
         """Copy each cold chunk as it arrives; how many chunks are whole, and why the next one is not."""
-        waiting = dict(reads)
+        waiting = set(reads)
         served = len(hits)
         while waiting:
             try:
-                arrival = arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+                arrival = waiter.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                for read in waiting.values():
-                    read.cancelled = True  # what has not started need not
                 if min(waiting) < served:
                     served, miss = min(waiting), "timeout"
                 break
-            del waiting[arrival.position]
+            waiting.remove(arrival.position)
             if arrival.miss is not None and arrival.position < served:
                 served, miss = arrival.position, arrival.miss
             elif arrival.position < served:
                 self._copy_arrival(hits[arrival.position], rows, arrival)
+            waiter.copied(arrival.scratch)
         return served, miss
 
     def _copy_arrival(self, hit: _Hit, rows: Mapping[int, torch.Tensor], arrival: Arrival) -> None:

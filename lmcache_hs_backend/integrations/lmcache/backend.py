@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
@@ -131,7 +132,7 @@ class _TierBackend(StorageBackendInterface):  # type: ignore[misc]
         if not isinstance(key, HiddenStateKey):
             return None
         rows = self._store.tiers.read_layer(key_name(key.kv_key), key.layer_idx, tiers=self.tiers)
-        return None if rows is None else _memory_obj(rows.clone())
+        return None if rows is None else _memory_obj(rows)
 
     def batched_get_blocking(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         return [self.get_blocking(key) for key in keys]
@@ -243,11 +244,12 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
         self.hot: HotTierBackend | None = None
         self.cold: ColdTierBackend | None = None
         self._store: TieredHiddenStateStore | None = None
-        self._engine: Any = None
+        # Weak: LMCache's own metrics keep its backends alive, and would keep the engine alive through us.
+        self._engine: Callable[[], Any] = lambda: None
         engine = self._find_engine()
         if engine is None:
             return
-        self._engine = engine
+        self._engine = weakref.ref(engine)
         self._store = self._adopt(engine) or self._install(engine)
         if engine.storage_manager is not None:  # built again: LMCache binds only once, after the first time
             self._store.bind_storage_manager(engine.storage_manager)
@@ -290,7 +292,10 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
         replaced, engine.hidden_state_store = engine.hidden_state_store, store
         store.attach(engine)
         # Its pool is touched from end to end; ours is virtual until used. Close first, pin afterwards.
-        replaced.close()
+        try:
+            replaced.close()
+        except Exception:  # it is LMCache's, and already out of use
+            logger.exception("hs_tiered: LMCache's own hidden-state store cannot be closed")
         pinned = store.tiers.pin()
         settings = store.tiers.config
         logger.info(
@@ -344,8 +349,9 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
         """Nothing for KV keys: no reference is kept, and nothing can raise."""
-        if self.hot is not None and _are_ours(keys):
-            self.hot.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
+        hot = self.hot
+        if hot is not None and _are_ours(keys):
+            hot.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         return False
@@ -364,7 +370,7 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
 
     def get_allocator_backend(self) -> Any:
         """The storage manager's present allocator, so that LMCache copies no KV for our sake."""
-        manager = getattr(self._engine, "storage_manager", None)
+        manager = getattr(self._engine(), "storage_manager", None)
         return getattr(manager, "allocator_backend", None) or self.local_cpu_backend
 
     # -- from KV: what is removed there leaves here ------------------------------------------------------
@@ -372,9 +378,11 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """The KV of a chunk is removed, so the chunk leaves both tiers. False: no KV was removed here."""
         if isinstance(key, HiddenStateKey):
-            return self.hot is not None and self.hot.remove(key)
-        if self._store is not None:
-            self._store.kv_removed([key])
+            hot = self.hot
+            return hot is not None and hot.remove(key)
+        store = self._store
+        if store is not None:
+            store.kv_removed([key])
         return False
 
     def batched_remove(self, keys: Sequence[CacheEngineKey], force: bool = True) -> int:
@@ -382,8 +390,9 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
 
     def clear(self) -> int:
         """All KV is cleared, so both tiers are. 0: no KV token was cleared here."""
-        if self._store is not None:
-            self._store.clear()
+        store = self._store
+        if store is not None:
+            store.clear()
         return 0
 
     def close(self) -> None:

@@ -42,12 +42,11 @@ __all__ = [
 def find_engine(metadata: LMCacheMetadata) -> Any | None:
     """The engine that is building a backend: the one with this very metadata object.
 
-    Neither the config (two engines may share one) nor an instance id (each server has its own) tells.
+    Neither the config (two engines may share one) nor an instance id (each server has its own) tells. Where two
+    engines share the metadata too, it is the one that has no storage manager yet.
     """
-    for engine in list(LMCacheEngineBuilder._instances.values()):
-        if engine.metadata is metadata:
-            return engine
-    return None
+    engines = [engine for engine in list(LMCacheEngineBuilder._instances.values()) if engine.metadata is metadata]
+    return next((engine for engine in engines if engine.storage_manager is None), engines[0] if engines else None)
 
 
 def real_backend(backend: Any) -> Any:

@@ -1,18 +1,19 @@
 """Does LMCache still hold the KV of a chunk? Present, gone, or nobody can say.
 
-Only "gone" deletes hidden states, so it needs proof: every backend was asked, none of them was frozen
-out, bypassed, disconnected, of a kind that cannot know, or in the middle of storing that very chunk. A
-``contains`` that returns True is believed at once, from any backend.
+Only "gone" deletes hidden states, so it needs proof: every backend was asked and answered for itself, none
+of them was frozen out, bypassed, missing, disconnected, of a kind that cannot know, or in the middle of
+storing that very chunk. A ``contains`` that returns True is believed at once, from any backend.
 
-May block on a remote backend; it is never called under a lock, and on the storage manager's own event
-loop (where a remote ``contains`` waits for itself) it asks nobody.
+May block on a remote backend, for a bounded time where that is up to us; it is never called under a lock,
+and on the storage manager's own event loop (where a remote ``contains`` waits for itself) it asks nobody.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lmcache_hs_backend.chunk import Presence
@@ -22,6 +23,8 @@ from lmcache_hs_backend.integrations.lmcache.compat import real_backend
 _CANNOT_KNOW = ("P2PBackend", "PDBackend", "PDBackendAsync")
 #: Backends that answer from a table in memory, so that asking them never blocks.
 _MEMORY_ONLY = ("LocalCPUBackend", "LocalDiskBackend")
+#: How long a remote connection may take to say that it does not have a chunk.
+_REMOTE_SEC = 2.0
 
 
 class KvPresence:
@@ -31,6 +34,7 @@ class KvPresence:
         self._use_layerwise = use_layerwise
         self._storage_manager: Any = None
         self._engine: weakref.ref[Any] | None = None
+        self._seen: set[str] = set()  # names of all KV backends that there ever were
 
     def bind(self, storage_manager: Any) -> None:
         """The storage manager to ask: LMCache's, or anything with its ``contains``."""
@@ -56,49 +60,72 @@ class KvPresence:
         return self._ask_backends(manager, keys, memory_only)
 
     def _ask_backends(self, manager: Any, keys: Sequence[Any], memory_only: bool) -> list[Presence]:
-        backends = list(_kv_backends(manager))
-        reachable = [(name, b) for name, b in backends if not memory_only or _is_memory_only(b)]
-        present = 0
-        if not memory_only or len(reachable) == len(backends):
-            present, _ = manager.batched_contains(list(keys))
+        backends = {
+            name: backend
+            for name, backend in list(manager.storage_backends.items())
+            if not getattr(real_backend(backend), "holds_no_kv", False)
+        }
+        quick = all(map(_is_memory_only, backends.values()))
+        answers: list[Presence] = []
+        if quick or not memory_only:
+            answers = [Presence.PRESENT] * manager.batched_contains(list(keys))[0]
         # The batched walk passes each backend once, so it stops at the first prefix that is spread over two.
-        answers = [Presence.PRESENT] * present
-        rest = keys[present:]
-        if rest:
-            certain = len(reachable) == len(backends) and self._can_prove_absence(manager, backends)
-            bypassed = set(manager.get_bypassed_backends())
-            frozen = manager.is_frozen()
-            asked = [
-                backend
-                for name, backend in reachable
-                if name not in bypassed and not (frozen and name != "LocalCPUBackend")
-            ]
-            absent = Presence.GONE if certain else Presence.UNKNOWN
-            answers += [_ask_each(asked, key, absent) for key in rest]
+        reachable = self._reachable(manager, backends, memory_only)
+        certain = len(reachable) == len(backends) and self._complete(manager, backends)
+        for number in range(len(answers), len(keys)):
+            if answers and answers[-1] is not Presence.PRESENT and not quick:
+                # The prefix has ended. To know of each later chunk whether it is an orphan is not worth a
+                # question over the network.
+                answers += [Presence.UNKNOWN] * (len(keys) - number)
+                break
+            answers.append(_ask_each(reachable, keys[number], certain))
         return answers
 
-    def _can_prove_absence(self, manager: Any, backends: Sequence[tuple[str, Any]]) -> bool:
+    def _reachable(self, manager: Any, backends: dict[str, Any], memory_only: bool) -> list[Any]:
+        """The backends from which LMCache would load KV now, or those of them that answer at once."""
+        bypassed, frozen = set(manager.get_bypassed_backends()), manager.is_frozen()
+        return [
+            backend
+            for name, backend in backends.items()
+            if name not in bypassed
+            and not (frozen and name != "LocalCPUBackend")
+            and (not memory_only or _is_memory_only(backend))
+        ]
+
+    def _complete(self, manager: Any, backends: dict[str, Any]) -> bool:
+        """Whether there is no other place where the KV may be."""
+        self._seen |= backends.keys()
         engine = self._engine() if self._engine is not None else None
-        if engine is not None and not engine.is_healthy():
-            return False
-        if manager.is_frozen() or manager.get_bypassed_backends():
-            return False
-        return not any(_cannot_know(backend) for _, backend in backends)
+        healthy = engine is None or engine.is_healthy()
+        # A backend that has been closed may come back, with all that it held.
+        return healthy and self._seen == backends.keys() and not any(map(_cannot_know, backends.values()))
 
 
-def _kv_backends(manager: Any) -> Iterator[tuple[str, Any]]:
-    """The storage backends that may hold KV: all but our own façade."""
-    for name, backend in list(manager.storage_backends.items()):
-        if not getattr(real_backend(backend), "holds_no_kv", False):
-            yield name, backend
-
-
-def _ask_each(backends: Sequence[Any], key: Any, absent: Presence) -> Presence:
+def _ask_each(backends: Sequence[Any], key: Any, certain: bool) -> Presence:
     # First whether it is on its way: a put that ends between the two questions is then seen by the second.
-    on_its_way = any(_in_put_tasks(backend, key) for backend in backends)
-    if any(backend.contains(key) for backend in backends):
-        return Presence.PRESENT
-    return Presence.UNKNOWN if on_its_way else absent
+    unsure = not certain or any(_in_put_tasks(backend, key) for backend in backends)
+    for backend in backends:
+        held = _contains(real_backend(backend), backend, key)
+        if held:
+            return Presence.PRESENT
+        unsure |= held is None
+    return Presence.UNKNOWN if unsure else Presence.GONE
+
+
+def _contains(real: Any, backend: Any, key: Any) -> bool | None:
+    """Whether a backend has the key; None when it does not know."""
+    connection = getattr(real, "connection", None)
+    if connection is None or not hasattr(connection, "exists"):
+        return bool(backend.contains(key))
+    # RemoteBackend.contains turns every error into False and has no timeout, so ask its connection.
+    if getattr(real, "_mla_worker_id_as0_mode", False):
+        key = key.with_new_worker_id(0)
+    future = asyncio.run_coroutine_threadsafe(connection.exists(key), real.loop)
+    try:
+        return bool(future.result(_REMOTE_SEC))
+    except Exception:  # noqa: BLE001 - whatever a third party's connection raises, it does not know
+        future.cancel()
+        return None
 
 
 def _in_put_tasks(backend: Any, key: Any) -> bool:

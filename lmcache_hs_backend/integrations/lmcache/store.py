@@ -100,7 +100,9 @@ class TieredHiddenStateStore:
             ask=self._presence.ask,
             labels=labels(metadata),
             capture='{"source": "lmcache", "layer_ids": "storage slots"}',
-            setting=lambda name: f"extra_config['storage_plugin.{plugin}.{name}']",
+            setting=lambda name: (
+                "max_hidden_state_cpu_size" if name == "hot_size" else f"extra_config['storage_plugin.{plugin}.{name}']"
+            ),
         )
 
     # -- LMCache's interface -----------------------------------------------------------------------------
@@ -208,7 +210,8 @@ class TieredHiddenStateStore:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a float dtype or None, got {dtype}")
         ids = token_bytes(token_ids)
-        return self._retrieve(token_ids, ids, [_layer_idx(idx) for idx in layer_idxs], dtype, request_configs)
+        wanted = list(dict.fromkeys(map(_layer_idx, layer_idxs)))
+        return self._retrieve(token_ids, ids, wanted, dtype, request_configs)
 
     def prefetch(
         self,
