@@ -20,6 +20,7 @@ class FaultyDisk(FileLayer):
     def __init__(self) -> None:
         self.errors: dict[str, int] = {}  # system call → errno
         self.fail_once: dict[str, int] = {}
+        self.bad_paths: dict[str, int] = {}  # path → errno with which it cannot be opened
         self.bytes_per_sec = 0.0  # 0: as fast as the disk is
         self.short = 0  # most bytes that one transfer moves; 0: all
         self.calls: Counter[str] = Counter()
@@ -71,6 +72,9 @@ class FaultyDisk(FileLayer):
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:  # type: ignore[override]
         self._before("open")
+        if path in self.bad_paths:
+            INJECTED["one bad file"] += 1
+            raise OSError(self.bad_paths[path], os.strerror(self.bad_paths[path]), path)
         return os.open(path, flags, mode)
 
     def rename(self, source: str, target: str) -> None:  # type: ignore[override]
