@@ -306,9 +306,8 @@ def test_an_engine_that_vanishes_without_a_word_takes_its_store_along(start, col
     del lost, manager
     gc.collect()
     try:
-        wait_until(lambda: tiers.closed)
-        assert len(chunk_files(cold_path)) == 3
-        assert not our_threads()
+        wait_until(lambda: tiers.closed and len(chunk_files(cold_path)) == 3)
+        wait_until(lambda: not our_threads())
     finally:
         tiers.close()
         loop.call_soon_threadsafe(loop.stop)

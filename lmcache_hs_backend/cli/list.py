@@ -147,7 +147,7 @@ class _Column(NamedTuple):
 
 
 _COLUMNS = (
-    _Column("CHUNK", 16, lambda chunk: chunk.head.chunk_hash[:16]),
+    _Column("CHUNK", 17, lambda chunk: chunk.head.chunk_hash[:17]),
     _Column("START", -8, lambda chunk: str(chunk.head.start)),
     _Column("TOKENS", -6, lambda chunk: str(chunk.head.num_tokens)),
     _Column("LAYERS", 10, lambda chunk: ",".join(str(layer.layer_idx) for layer in chunk.head.layers)),
@@ -156,7 +156,7 @@ _COLUMNS = (
     _Column("STATE", 8, lambda chunk: chunk.state),
     _Column("DTYPE", 8, lambda chunk: _joined(chunk.dtype)),
     _Column("HIDDEN", -6, lambda chunk: _joined(chunk.hidden_dim)),
-    _Column("PARENT", 16, lambda chunk: chunk.head.parent[:16] or "-"),
+    _Column("PARENT", 17, lambda chunk: chunk.head.parent[:17] or "-"),
     _Column("RANK", -4, lambda chunk: str(chunk.namespace.worker_id)),
     _Column("NAMESPACE", 28, lambda chunk: chunk.namespace.label),
     _Column("CREATED", 20, lambda chunk: chunk.head.created_at),

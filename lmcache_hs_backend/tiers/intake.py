@@ -194,18 +194,20 @@ class Intake:
             else:
                 if entry.standing is Standing.UNREAD:
                     pair.adopt(entry, ref.prefix, ref.num_tokens, want.present)
-                # Another call may have stored the same chunk meanwhile, or found a collision first.
+                # Meanwhile another call may have stored the chunk, or a colliding one, or recovery have found it.
                 other = entry.prefix != ref.prefix
-                entry.refused = ""
                 fresh = {idx: slot for idx, slot in slots.items() if not other and not entry.has(idx)}
                 pair.hot.free({idx: slot for idx, slot in slots.items() if idx not in fresh})
-                if not fresh:
+                if not fresh and not entry.uncounted & slots.keys():
                     continue
-                entry.hot.update(fresh)
-                if entry.meta is None:
-                    self._describe(entry, ref, ids, created_at)
-                entry.stored_at = now
-                pair.index.settle(entry)
+                entry.uncounted -= slots.keys()
+                if fresh:
+                    entry.hot.update(fresh)
+                    entry.refused = ""
+                    if entry.meta is None:
+                        self._describe(entry, ref, ids, created_at)
+                    entry.stored_at = now
+                    pair.index.settle(entry)
             entries.append(entry)
             stored += not want.counted
         if streaming:

@@ -63,7 +63,7 @@ class Recovery:
         usage = self._pair.cold.space.usage
         if usage.total:
             logger.info(
-                "found in %s: %d chunk(s) of %.2f GB; set aside or of other namespaces: %.2f GB; limit %.2f GB",
+                "found in %s: %d chunk(s) of %.3g GB; set aside or of other namespaces: %.3g GB; limit %.3g GB",
                 self._directory, len(chunks), usage.own / GIB, (usage.total - usage.own) / GIB,
                 self._pair.config.max_cold_size,
             )  # fmt: skip

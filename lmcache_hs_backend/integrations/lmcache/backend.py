@@ -299,7 +299,7 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
         pinned = store.tiers.pin()
         settings = store.tiers.config
         logger.info(
-            "hs_tiered loaded: hot tier %.2f GB (pinned: %s), cold tier %s (limit %.2f GB), layers %s, on_kv_gone %s",
+            "hs_tiered loaded: hot tier %.3g GB (pinned: %s), cold tier %s (limit %.3g GB), layers %s, on_kv_gone %s",
             config.max_hidden_state_cpu_size,
             "yes" if pinned else "no",
             store.tiers.directory,
