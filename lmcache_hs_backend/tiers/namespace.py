@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ LOCK_PATIENCE_SEC = 1.0
 
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _CHUNK_FILE = re.compile(r"([0-9a-f]{32})" + re.escape(SUFFIX))
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SUBDIRECTORY = re.compile(r"p[1-9][0-9]{0,3}")
 
 
@@ -72,6 +74,26 @@ class NamespaceId:
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.model.rsplit("/", 1)[-1]).strip("-.")[:48] or "model"
         text = json.dumps(self.record(), sort_keys=True)
         return f"{slug}-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogatepass'))[:12]}"
+
+
+def local_model_revision(model: str) -> str:
+    """For a local model directory, a digest of its config.json and of its weight files' names, sizes and times.
+
+    Empty for a name that is no directory.
+    """
+    if not os.path.isdir(model):
+        return ""
+    digest = hashlib.sha256()
+    try:
+        with open(os.path.join(model, "config.json"), "rb") as file:
+            digest.update(file.read())
+    except OSError:
+        digest.update(b"no config.json")
+    for entry in sorted(os.scandir(model), key=lambda entry: entry.name):
+        if entry.name.endswith(_WEIGHTS):
+            info = entry.stat()
+            digest.update(f"{entry.name}\0{info.st_size}\0{info.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]
 
 
 def make_directories(path: str, mode: int) -> None:

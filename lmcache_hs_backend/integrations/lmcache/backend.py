@@ -104,21 +104,44 @@ def _are_ours(keys: Sequence[Any]) -> bool:
     return bool(keys) and all(isinstance(key, HiddenStateKey) for key in keys)
 
 
-class _TierBackend(StorageBackendInterface):  # type: ignore[misc]
+class _NothingForKv:
+    """What every backend here answers where LMCache asks about KV that is loaded, pinned or on its way."""
+
+    #: For KvPresence: there is no KV here.
+    holds_no_kv = True
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> None:
+        return None
+
+    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
+        return False  # a put is over when it returns
+
+    def pin(self, key: CacheEngineKey) -> bool:
+        return False
+
+    def unpin(self, key: CacheEngineKey) -> bool:
+        return False
+
+    def touch_cache(self) -> None:
+        return None
+
+    def cancel_request(self, req_id: str) -> None:
+        return None
+
+
+class _TierBackend(_NothingForKv, StorageBackendInterface):  # type: ignore[misc]
     """What the two tiers have in common as storage backends. Other keys than HiddenStateKeys are not here."""
 
     #: Which tiers it looks at: (hot, cold).
     tiers: tuple[bool, bool]
-    #: For KvPresence: there is no KV here.
-    holds_no_kv = True
 
     def __init__(self, store: TieredHiddenStateStore, allocator: Callable[[], Any]) -> None:
         super().__init__(dst_device="cpu")
         self._store = store
         self._allocator = allocator
-
-    def __str__(self) -> str:
-        return type(self).__name__
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         """Whether this tier holds the layer."""
@@ -146,12 +169,6 @@ class _TierBackend(StorageBackendInterface):  # type: ignore[misc]
         found = self.batched_get_blocking(keys)
         return [obj for obj in found if obj is not None]
 
-    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> None:
-        return None
-
-    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
-        return False  # a put is over when it returns
-
     def batched_submit_put_task(
         self,
         keys: Sequence[CacheEngineKey],
@@ -172,15 +189,6 @@ class _TierBackend(StorageBackendInterface):  # type: ignore[misc]
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Delete the chunk of the layer, all layers of it, from both tiers: a chunk lives and dies as a whole."""
         return isinstance(key, HiddenStateKey) and self._store.drop_key(key.kv_key)
-
-    def pin(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def unpin(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def touch_cache(self) -> None:
-        return None
 
     def clear(self) -> int:
         """Delete all chunks from both tiers. 0, because no KV token was cleared."""
@@ -221,13 +229,11 @@ def _memory_obj(rows: torch.Tensor) -> MemoryObj:
     return TensorMemoryObj(rows.view(torch.uint8).flatten(), metadata, parent_allocator=None)
 
 
-class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
+class HSTieredBackend(_NothingForKv, StoragePluginInterface):  # type: ignore[misc]
     """The plugin: ``storage_plugins: [hs_tiered]``. See the module's text.
 
     Raises ConfigError when a setting is wrong; LMCache logs it and goes on with its own RAM store.
     """
-
-    holds_no_kv = True
 
     def __init__(
         self,
@@ -309,9 +315,6 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
         )
         return store
 
-    def __str__(self) -> str:
-        return type(self).__name__
-
     # -- towards KV: nothing ---------------------------------------------------------------------------
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
@@ -338,9 +341,6 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
     ) -> list[MemoryObj]:
         return [obj for obj in self.batched_get_blocking(keys) if obj is not None]
 
-    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> None:
-        return None
-
     def batched_submit_put_task(
         self,
         keys: Sequence[CacheEngineKey],
@@ -352,21 +352,6 @@ class HSTieredBackend(StoragePluginInterface):  # type: ignore[misc]
         hot = self.hot
         if hot is not None and _are_ours(keys):
             hot.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
-
-    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def pin(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def unpin(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def touch_cache(self) -> None:
-        return None
-
-    def cancel_request(self, req_id: str) -> None:
-        return None
 
     def get_allocator_backend(self) -> Any:
         """The storage manager's present allocator, so that LMCache copies no KV for our sake."""

@@ -13,9 +13,7 @@ logged, counted in ``errors_internal``, and looks like a miss.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +39,7 @@ from lmcache_hs_backend.integrations.lmcache.compat import (
 )
 from lmcache_hs_backend.integrations.lmcache.kv_presence import KvPresence
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
+from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,6 @@ PACKAGE = "lmcache_hs_backend"
 PLUGIN_CLASS = "HSTieredBackend"
 DEFAULT_PLUGIN = "hs_tiered"
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _MAX_LAYER_IDX = 2**63
 
 
@@ -348,26 +345,6 @@ def namespace_of(
         hash_algorithm=f"{config.pre_caching_hash_algorithm} ({actual})",
         none_hash=str(initial_hash()),
     )
-
-
-def local_model_revision(model: str) -> str:
-    """For a local model directory, a digest of its config.json and of its weight files' names, sizes and times.
-
-    Empty for a name that is no directory.
-    """
-    if not os.path.isdir(model):
-        return ""
-    digest = hashlib.sha256()
-    try:
-        with open(os.path.join(model, "config.json"), "rb") as file:
-            digest.update(file.read())
-    except OSError:
-        digest.update(b"no config.json")
-    for entry in sorted(os.scandir(model), key=lambda entry: entry.name):
-        if entry.name.endswith(_WEIGHTS):
-            info = entry.stat()
-            digest.update(f"{entry.name}\0{info.st_size}\0{info.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:16]
 
 
 def _layer_idx(value: int) -> int:
