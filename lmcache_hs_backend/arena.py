@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 ALIGN = 4096
 HUGE_PAGE = 2 << 20
+#: After so many new regions without one coming back, the caller keeps them all: then huge pages, for which the kernel
+#: has to compact memory sooner or later, cost more than the faults that they save.
+_FRESH_IN_A_ROW = 8
 
 
 def align(nbytes: int, to: int = ALIGN) -> int:
@@ -33,10 +36,10 @@ def align(nbytes: int, to: int = ALIGN) -> int:
     return -(-nbytes // to) * to
 
 
-def _mapping(nbytes: int) -> mmap.mmap:
+def _mapping(nbytes: int, *, huge: bool = True) -> mmap.mmap:
     """Anonymous private memory, with huge pages where the kernel gives them. Virtual until touched."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:  # a kernel without transparent huge pages
@@ -205,11 +208,15 @@ class BufferPool:
         self._lock = threading.Lock()  # guards _idle; nothing but list work happens under it
         self._idle: list[tuple[mmap.mmap, float]] = []
         self._closed = False
+        self._fresh = 0  # how many regions in a row were new: nobody gives any back
 
     def get(self, nbytes: int) -> Buffer:
         """A region of at least ``nbytes`` bytes, page-aligned, with undefined contents."""
         size = align(max(nbytes, 1), HUGE_PAGE if nbytes >= HUGE_PAGE else ALIGN)
-        region = self._reuse(size) or _mapping(size)
+        region = self._reuse(size)
+        self._fresh = 0 if region is not None else self._fresh + 1
+        if region is None:
+            region = _mapping(size, huge=self._fresh <= _FRESH_IN_A_ROW)
         lease = (ctypes.c_char * len(region)).from_buffer(region)
         finalizer = weakref.finalize(lease, self._returned.append, region)
         finalizer.atexit = False

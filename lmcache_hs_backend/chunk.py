@@ -6,7 +6,8 @@ knows neither LMCache nor files.
 
 from __future__ import annotations
 
-from array import array
+import ctypes
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -113,10 +114,11 @@ def token_bytes(token_ids: Sequence[int] | torch.Tensor) -> bytes:
                 f"token_ids must be a 1-D integer tensor or a list of ints, got {token_ids.dtype} "
                 f"of shape {tuple(token_ids.shape)}"
             )
-        token_ids = token_ids.tolist()
+        ids = token_ids.to("cpu", torch.int64).contiguous()
+        return ctypes.string_at(ids.data_ptr(), ids.nbytes)
     try:
-        return array("q", token_ids).tobytes()
-    except (TypeError, OverflowError) as error:
+        return struct.pack(f"<{len(token_ids)}q", *token_ids)
+    except (struct.error, TypeError) as error:
         raise ValueError(f"token_ids must be integers that fit int64: {error}") from None
 
 

@@ -41,6 +41,7 @@ _TICK_SEC = 0.25
 _PUBLISH_SEC = 1.0
 _LOOK_AT_DEAD_SEC = 60.0
 _DELETE_AGAIN_SEC = 5.0
+_STOP_SEC = 0.5  # what idle threads may take to end, however short close_timeout_sec is
 _DROPPED_UNDER_ONE_LOCK = 1000
 _SAVE_USE_SEC = 600
 _VISITED_PER_TICK = 64
@@ -315,7 +316,7 @@ class TieredStore:
             if left:
                 self.metrics.loss("close", left)
             self._save_uses()
-            ended = self._stop(deadline)
+            ended = self._stop(max(deadline, time.monotonic() + _STOP_SEC))
             self._publish()
             if ended and not self._callers:
                 self._pair.hot.arena.release()

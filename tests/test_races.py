@@ -151,12 +151,13 @@ def test_a_caller_does_not_wait_behind_somebodys_prefetch(tmp_path: Path, disk: 
         wait_until(lambda: store.has(p.names[-1], 0)[0])
 
 
-def test_rows_that_wait_in_scratch_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_hs_backend.tiers.serve._SCRATCH_BYTES", 2 * LAYER_BYTES)
-    with opened(tmp_path, chunks=40, promote=False) as store:
+def test_a_retrieve_larger_than_the_pool_keeps_no_more_scratch_memory_than_threads(tmp_path: Path) -> None:
+    with opened(tmp_path, chunks=40, promote=False, io_threads=2) as store:
         p, x = on_disk(store, 40)
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert store.stats()["hits_cold"] == 40
+        result = 40 * 2 * LAYER_BYTES  # float32, and idle again by now
+        assert store._pair.pool.idle_bytes <= result + 8 * LAYER_BYTES, "what is read goes on into the result at once"
 
 
 # -- dropped and stored again --------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: 
         assert store.flush(10) == 0
         from lmcache_hs_backend.tiers.pair import Read, Waiter
 
-        waiter = Waiter(time.monotonic() + 5, 1 << 20)
+        waiter = Waiter()
         with store._pair.lock:  # the late read of a walk that began before the drop
             store._pair.mover.submit(Read(store._pair, entry, [0], 0, waiter))
         waiter.arrivals.get(timeout=5)
@@ -298,6 +299,14 @@ def test_a_directory_is_not_given_away_while_an_operation_in_it_is_outstanding(
         with opened(tmp_path) as other:
             assert other.directory == f"{store.directory}/p1"
         disk.resume()
+
+
+def test_no_time_to_close_still_gives_the_directory_back(tmp_path: Path) -> None:
+    with opened(tmp_path, close_timeout_sec=0) as store:
+        on_disk(store, 1)
+    with opened(tmp_path) as again:
+        assert again.directory == store.directory
+        assert len(again) == 1
 
 
 def test_a_forked_child_exits_by_itself(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Cleaner:
     def __init__(self, pair: TierPair) -> None:
         self.enabled = False  # not before it is known what is on disk already
         self.flushing = 0  # calls that wait until everything is written
-        self.wanted_bytes = 0  # what stores that wait need to become free or clean; no more is written for them
+        self.wanted_bytes = 0  # what stores that found no room want free or clean; no more is written for them
         self._pair = pair
 
     def next_write(self) -> FileOp | float:

@@ -17,6 +17,9 @@ from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.chunk import LayerSpec
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, slot_bytes
 
+#: at::internal::GRAIN_SIZE: smaller tensors are copied by the calling thread.
+_SERIAL_NUMEL = 32768
+
 
 class Move(NamedTuple):
     """Rows of one layer of one chunk on their way between a tensor and a slot."""
@@ -168,3 +171,14 @@ def _follows(a: Move, b: Move) -> bool:
         and a.first_row + a.num_tokens == b.first_row
         and a.slot.spec == b.slot.spec
     )
+
+
+def copy_serially(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` on this thread alone, piece by piece below the size at which torch goes parallel.
+
+    A parallel copy leaves torch's other threads spinning for work, each on a core that reading needs: it made a
+    retrieve from disk two to four times slower on two cores, and every I/O thread would get a team of its own.
+    """
+    step = max(1, (_SERIAL_NUMEL - 1) // source.shape[1])
+    for begin in range(0, source.shape[0], step):
+        target[begin : begin + step].copy_(source[begin : begin + step])

@@ -40,6 +40,18 @@ class _Want(NamedTuple):
         return sum(slot_bytes(spec, self.ref.num_tokens) for spec in self.specs)
 
 
+class _Demand:
+    """What one call asks of the cleaner. The store's lock guards it."""
+
+    def __init__(self, cleaner: Cleaner) -> None:
+        self._cleaner = cleaner
+        self._nbytes = 0
+
+    def set(self, nbytes: int) -> None:
+        self._cleaner.wanted_bytes += nbytes - self._nbytes
+        self._nbytes = nbytes
+
+
 class Intake:
     """Stores rows into the tiers."""
 
@@ -68,25 +80,23 @@ class Intake:
         with pair.lock:
             refs, wants, stored = self._plan(refs, specs, answers)
         done = 0
-        while done < len(wants):
-            with pair.lock:
-                placed = self._place(wants[done:], refs, deadline)
-            if not placed:
-                pair.metrics.loss("no_room", len(wants) - done)
-                break
-            batch = wants[done : done + len(placed)]
-            try:
-                self._copy(batch, placed, rows, row_offset)
-            except BaseException:
-                self._await_copies(rows)  # if that fails too, the slots stay taken: something may still write them
+        demand = _Demand(self._cleaner)
+        try:
+            while done < len(wants):
                 with pair.lock:
-                    for slots in placed:
-                        pair.hot.free(slots)
-                raise
+                    placed = self._place(wants[done:], refs, deadline, demand)
+                if not placed:
+                    pair.metrics.loss("no_room", len(wants) - done)
+                    break
+                batch = wants[done : done + len(placed)]
+                self._copy(batch, placed, rows, row_offset)
+                with pair.lock:
+                    more = done + len(placed) < len(wants)
+                    stored += self._publish(batch, placed, ids, streaming=done > 0, more=more)
+                done += len(placed)
+        finally:
             with pair.lock:
-                more = done + len(placed) < len(wants)
-                stored += self._publish(batch, placed, ids, streaming=done > 0, more=more)
-            done += len(placed)
+                demand.set(0)
         with pair.lock:
             entries = [pair.index.get(ref.name) for ref in refs]
             pair.index.touch([entry for entry in entries if entry is not None])
@@ -122,7 +132,9 @@ class Intake:
         index.touch(known)  # what this prompt already has shall not leave to make room for its rest
         return list(refs), wants, stored
 
-    def _place(self, wants: Sequence[_Want], refs: Sequence[ChunkRef], deadline: float) -> list[dict[int, Slot]]:
+    def _place(
+        self, wants: Sequence[_Want], refs: Sequence[ChunkRef], deadline: float, demand: _Demand
+    ) -> list[dict[int, Slot]]:
         """Lock held, given up while waiting. Slots for the first of ``wants``; none when there is no room."""
         pair = self._pair
         chunks = [(want.ref.num_tokens, want.specs) for want in wants]
@@ -142,13 +154,12 @@ class Intake:
             needed = sum(want.nbytes for want in wants) - pair.hot.ready_bytes
             if left <= 0 or (pair.rate.bytes_per_sec and needed > left * pair.rate.bytes_per_sec):
                 return []
-            # A few chunks at a time: what is written beyond need would be evicted from this prompt's prefix.
+            # A few chunks at a time: what is written beyond need would be evicted from this prompt's prefix. The
+            # demand stands until the call ends, so that the disk works while the caller's thread copies.
             first = wants[0].nbytes
-            wanted = pair.hot.ready_bytes + min(max(needed, first), pair.config.io_threads * first)
-            self._cleaner.wanted_bytes += wanted
+            demand.set(pair.hot.ready_bytes + min(max(needed, first), pair.config.io_threads * first))
             pair.mover.wake()
             pair.room.wait(min(left, _LOOK_AGAIN_SEC))
-            self._cleaner.wanted_bytes -= wanted
         return []
 
     def _copy(
@@ -159,14 +170,21 @@ class Intake:
         offset: int,
     ) -> None:
         hot = self._pair.hot
-        for layer_idx, tensor in rows.items():
-            moves = [
-                Move(want.ref.start - offset, want.ref.num_tokens, slots[layer_idx])
-                for want, slots in zip(batch, placed, strict=True)
-                if layer_idx in slots
-            ]
-            hot.copy_in(tensor, moves)
-        self._await_copies(rows)
+        try:
+            for layer_idx, tensor in rows.items():
+                moves = [
+                    Move(want.ref.start - offset, want.ref.num_tokens, slots[layer_idx])
+                    for want, slots in zip(batch, placed, strict=True)
+                    if layer_idx in slots
+                ]
+                hot.copy_in(tensor, moves)
+            self._await_copies(rows)
+        except BaseException:
+            self._await_copies(rows)  # if that fails too, the slots stay taken: something may still write them
+            with self._pair.lock:
+                for slots in placed:
+                    hot.free(slots)
+            raise
 
     def _await_copies(self, rows: Mapping[int, torch.Tensor]) -> None:
         for device in {tensor.device for tensor in rows.values()}:

@@ -29,7 +29,7 @@ from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.cold import ColdTier
-from lmcache_hs_backend.tiers.hot import HotTier
+from lmcache_hs_backend.tiers.hot import HotTier, copy_serially
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
 from lmcache_hs_backend.tiers.namespace import Namespace
@@ -246,59 +246,40 @@ class TierPair:
 
 
 class Arrival(NamedTuple):
-    """What became of one ``Read``: ``miss`` is a reason of metrics.MISSES, or None when the rows are there.
-
-    They are in the slots of the entry, or, where no slot was free, in ``scratch`` (layer_idx → rows).
-    """
+    """What became of one ``Read``: ``miss`` is a reason of metrics.MISSES, or None when the rows are there."""
 
     position: int
     miss: str | None
-    scratch: dict[int, torch.Tensor]
 
 
 class Waiter:
-    """Who waits for the reads of one call: where they arrive, and how much may wait there in scratch memory."""
+    """Who waits for the reads of one call."""
 
-    def __init__(self, deadline: float, scratch_bytes: int) -> None:
+    def __init__(self) -> None:
         self.arrivals: SimpleQueue[Arrival] = SimpleQueue()
         self.gave_up = False  # what has not started need not
-        self._deadline = deadline
-        self._scratch_bytes = scratch_bytes
-        self._freed = threading.Condition()  # guards _used; nothing but waiting happens under it
-        self._used = 0
-
-    def scratch_free(self, specs: Sequence[LayerSpec], num_tokens: int) -> bool:
-        """Wait until what arrived before has been copied far enough. False when nobody waits any more."""
-        nbytes = sum(spec.nbytes(num_tokens) for spec in specs)
-        with self._freed:
-            while self._used and self._used + nbytes > self._scratch_bytes:
-                left = self._deadline - time.monotonic()
-                if self.gave_up or left <= 0:
-                    return False
-                self._freed.wait(left)
-            self._used += nbytes
-        return True
-
-    def copied(self, scratch: Mapping[int, torch.Tensor]) -> None:
-        """The rows of an arrival have been taken out of scratch memory."""
-        if scratch:
-            with self._freed:
-                self._used -= sum(rows.nbytes for rows in scratch.values())
-                self._freed.notify_all()
-
-    def give_up(self) -> None:
-        with self._freed:
-            self.gave_up = True
-            self._freed.notify_all()
 
 
 class Read(FileOp):
-    """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory."""
+    """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory.
+
+    For a caller that waits, the rows then go on into its result, on this thread: converting what has just
+    been read overlaps with the other reads, and no scratch memory waits for anybody.
+    """
 
     def __init__(
-        self, pair: TierPair, entry: Entry, layer_idxs: Sequence[int], position: int, waiter: Waiter | None
-    ) -> None:  # fmt: skip
-        """Lock held. Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for."""
+        self,
+        pair: TierPair,
+        entry: Entry,
+        layer_idxs: Sequence[int],
+        position: int = 0,
+        waiter: Waiter | None = None,
+        result: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """Lock held. ``result``: layer_idx → where the chunk's rows go.
+
+        Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for.
+        """
         self.name = entry.name
         self.is_read = waiter is not None
         self._pair = pair
@@ -306,85 +287,96 @@ class Read(FileOp):
         self._layer_idxs = layer_idxs
         self._position = position
         self._waiter = waiter
+        self._result = result or {}
         pair.lease(entry)
 
     def run(self) -> None:
-        scratch: dict[int, torch.Tensor] = {}
         miss: str | None = "bad_file"
         try:
-            miss = self._read(scratch)
+            miss = self._read()
         finally:
             with self._pair.lock:
                 self._pair.release(self._entry)
             if self._waiter is not None:
-                self._waiter.arrivals.put(Arrival(self._position, miss, scratch))
+                self._waiter.arrivals.put(Arrival(self._position, miss))
 
-    def _read(self, scratch: dict[int, torch.Tensor]) -> str | None:
+    def _read(self) -> str | None:
         pair, entry = self._pair, self._entry
+        if self._waiter is not None and self._waiter.gave_up:
+            return "timeout"
         with pair.lock:
             # A read before this one may have brought some of the layers already.
             wanted = [layer_idx for layer_idx in self._layer_idxs if layer_idx not in entry.hot]
             layout = entry.filed
-            if not wanted:
-                return None
-            if self._waiter is not None and self._waiter.gave_up:
-                return "timeout"
-            if entry.gone:
+            if wanted and entry.gone:
                 return "absent"  # the file of that name may be another chunk's by now
             specs = [spec for idx in wanted if layout is not None and (spec := layout.spec(idx)) is not None]
-            if layout is None or len(specs) < len(wanted):
+            if len(specs) < len(wanted):
                 return "bad_file"  # it was lost after the walk, and perhaps written again with fewer layers
-            slots = self._slots(specs, layout)
-        if not slots and (self._waiter is None or not self._waiter.scratch_free(specs, layout.num_tokens)):
-            return "timeout"
-        try:
-            header = pair.cold.read(entry, layout, self._into(wanted, layout, slots, scratch))
-        except BadChunk as bad:
-            self._give_back(slots)
-            pair.bad_file(entry, bad)
-            return "bad_file"
-        except OSError:
-            self._give_back(slots)
-            return "offline"
-        except BaseException:
-            self._give_back(slots)
-            raise
-        if slots:
-            with pair.lock:
-                entry.hot.update(slots)
-                entry.meta, entry.ids = header.meta, header.token_ids
-                if not entry.gone:
-                    pair.index.settle(entry)
-                    pair.metrics.add("promoted")
+            slots = self._slots(specs)
+        scratch: dict[int, torch.Tensor] = {}
+        if layout is not None and specs:
+            if not slots and self._waiter is None:
+                return None  # a prefetch has no other use for what it reads
+            miss = self._read_file(layout, specs, slots, scratch)
+            if miss is not None:
+                return miss
+        for layer_idx, target in self._result.items():
+            rows = scratch.get(layer_idx)
+            copy_serially(target, self._slot_rows(layer_idx) if rows is None else rows)
         return None
 
-    def _slots(self, specs: Sequence[LayerSpec], layout: FileLayout) -> dict[int, Slot]:
-        """Slots for all the layers, or none. Nothing is promoted that nobody may have any more."""
-        pair = self._pair
-        if not (pair.config.promote or self._waiter is None):
+    def _slots(self, specs: Sequence[LayerSpec]) -> dict[int, Slot]:
+        """Lock held. Slots for all the layers, or none: then nothing is promoted."""
+        if not specs or not (self._pair.config.promote or self._waiter is None):
             return {}
-        placed = pair.hot.allocate([(layout.num_tokens, specs)])
+        placed = self._pair.hot.allocate([(self._entry.num_tokens, specs)])
         return placed[0] if placed else {}
 
-    def _into(
-        self, wanted: Sequence[int], layout: FileLayout, slots: Mapping[int, Slot], scratch: dict[int, torch.Tensor]
-    ) -> dict[int, memoryview]:
+    def _read_file(
+        self,
+        layout: FileLayout,
+        specs: Sequence[LayerSpec],
+        slots: dict[int, Slot],
+        scratch: dict[int, torch.Tensor],
+    ) -> str | None:
+        """Read into ``slots`` and make them the entry's, or into ``scratch`` where there are none."""
+        pair, entry = self._pair, self._entry
         into = {}
-        for layer_idx in wanted:
-            spec = layout.spec(layer_idx)
-            assert spec is not None  # _read has looked
-            nbytes = spec.nbytes(layout.num_tokens)
-            if layer_idx in slots:
-                into[layer_idx] = self._pair.hot.arena.bytes_at(slots[layer_idx].offset, nbytes)
+        for spec in specs:
+            layer_idx, nbytes = spec.layer_idx, spec.nbytes(layout.num_tokens)
+            if slots:
+                into[layer_idx] = pair.hot.arena.bytes_at(slots[layer_idx].offset, nbytes)
             else:
-                buffer = self._pair.pool.get(nbytes)
+                buffer = pair.pool.get(nbytes)
                 scratch[layer_idx] = buffer.rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
                 into[layer_idx] = buffer.bytes()
-        return into
+        header = None
+        miss: str | None = "offline"
+        try:
+            header = pair.cold.read(entry, layout, into)
+            miss = None
+        except BadChunk as bad:
+            pair.bad_file(entry, bad)
+            miss = "bad_file"
+        except OSError as error:
+            logger.debug("chunk %s is not read: %s", entry.name.hex(), error)
+        finally:
+            with pair.lock:
+                if header is None:
+                    pair.hot.free(slots)
+                elif slots:
+                    entry.hot.update(slots)
+                    entry.meta, entry.ids = header.meta, header.token_ids
+                    pair.metrics.add("promoted")
+                    if not entry.gone:
+                        pair.index.settle(entry)
+        return miss
 
-    def _give_back(self, slots: Mapping[int, Slot]) -> None:
-        with self._pair.lock:
-            self._pair.hot.free(slots)
+    def _slot_rows(self, layer_idx: int) -> torch.Tensor:
+        spec = self._entry.hot[layer_idx].spec
+        offset = self._entry.hot[layer_idx].offset
+        return self._pair.hot.arena.rows_at(offset, self._entry.num_tokens, spec.hidden_dim, spec.dtype)
 
 
 class ReadHeader(FileOp):

@@ -1,8 +1,8 @@
 """Rows on their way out: walk the prompt, ask for its KV, read what is cold, copy what is hot.
 
 The caller gets a true prefix of the prompt in memory that nobody else writes, now or later. Cold chunks
-are read by the I/O threads, all at once, while the caller's thread copies the hot ones and then each
-cold one as it arrives. No chunk can leave RAM in between: the walk leases what it found.
+are read and converted by the I/O threads, all at once, while the caller's thread copies the hot ones. No
+chunk can leave RAM in between: the walk leases what it found.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.hot import Move
 from lmcache_hs_backend.tiers.index import Entry, Standing
-from lmcache_hs_backend.tiers.pair import Arrival, Read, TierPair, Waiter
-
-#: Rows of one call that may wait in scratch memory, where no slot is free.
-_SCRATCH_BYTES = 32 << 20
+from lmcache_hs_backend.tiers.pair import Read, TierPair, Waiter
 
 
 class _Hit(NamedTuple):
@@ -51,7 +48,7 @@ class Serve:
         pair = self._pair
         deadline = time.monotonic() + pair.config.read_timeout_sec
         ensure_read(pair, refs, deadline - time.monotonic())
-        waiter = Waiter(deadline, _SCRATCH_BYTES)
+        waiter = Waiter()
         with pair.lock:
             hits, specs, miss = self._walk(refs, layer_idxs, dtype is None)
         served = 0
@@ -60,20 +57,15 @@ class Serve:
             answers = pair.presence([hit.ref.kv_key for hit in hits], False)
             with pair.lock:
                 known, miss = self._judge(hits, answers, asked_ns, miss)
-                reads = {
-                    position: Read(pair, hit.entry, hit.cold, position, waiter)
-                    for position, hit in enumerate(hits[:known])
-                    if hit.cold
-                }
-                for read in reads.values():
-                    pair.mover.submit(read)
+            cold: list[int] = []
             if known:
                 tokens = hits[known - 1].ref.end
                 rows = {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
+                cold = self._submit_reads(hits[:known], rows, waiter)
                 self._copy_hot(hits[:known], rows)
-                served, miss = self._copy_cold(hits[:known], rows, reads.keys(), waiter, deadline, miss)
+                served, miss = self._await_reads(known, cold, waiter, deadline, miss)
         finally:
-            waiter.give_up()
+            waiter.gave_up = True
             with pair.lock:
                 for hit in hits[served:]:
                     pair.release(hit.entry)
@@ -82,9 +74,9 @@ class Serve:
             pair.metrics.add(f"misses_{miss}")
         if not served:
             return {}
-        cold = sum(position < served for position in reads)
-        pair.metrics.add("hits_hot", served - cold)
-        pair.metrics.add("hits_cold", cold)
+        from_disk = sum(position < served for position in cold)
+        pair.metrics.add("hits_hot", served - from_disk)
+        pair.metrics.add("hits_cold", from_disk)
         tokens = hits[served - 1].ref.end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
@@ -110,7 +102,7 @@ class Serve:
                 if room < 0:
                     return
                 if cold:
-                    pair.mover.submit(Read(pair, entry, cold, 0, None))
+                    pair.mover.submit(Read(pair, entry, cold))
 
     # -- the walk, lock held -----------------------------------------------------------------------------
 
@@ -190,18 +182,26 @@ class Serve:
                 ],
             )
 
-    def _copy_cold(
-        self,
-        hits: Sequence[_Hit],
-        rows: Mapping[int, torch.Tensor],
-        reads: Collection[int],
-        waiter: Waiter,
-        deadline: float,
-        miss: str | None,
+    def _submit_reads(self, hits: Sequence[_Hit], rows: Mapping[int, torch.Tensor], waiter: Waiter) -> list[int]:
+        """Have all cold chunks read into their part of the result, side by side; which ones they are."""
+        cold = [position for position, hit in enumerate(hits) if hit.cold]
+        results = {
+            position: {idx: rows[idx][hits[position].ref.start : hits[position].ref.end] for idx in hits[position].cold}
+            for position in cold
+        }
+        with self._pair.lock:
+            for position, result in results.items():
+                hit = hits[position]
+                self._pair.mover.submit(Read(self._pair, hit.entry, hit.cold, position, waiter, result))
+        return cold
+
+    @staticmethod
+    def _await_reads(
+        known: int, cold: Collection[int], waiter: Waiter, deadline: float, miss: str | None
     ) -> tuple[int, str | None]:
-        """Copy each cold chunk as it arrives; how many chunks are whole, and why the next one is not."""
-        waiting = set(reads)
-        served = len(hits)
+        """How many chunks are whole when every read is over, or the time is, and why the next one is not."""
+        waiting = set(cold)
+        served = known
         while waiting:
             try:
                 arrival = waiter.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -212,16 +212,4 @@ class Serve:
             waiting.remove(arrival.position)
             if arrival.miss is not None and arrival.position < served:
                 served, miss = arrival.position, arrival.miss
-            elif arrival.position < served:
-                self._copy_arrival(hits[arrival.position], rows, arrival)
-            waiter.copied(arrival.scratch)
         return served, miss
-
-    def _copy_arrival(self, hit: _Hit, rows: Mapping[int, torch.Tensor], arrival: Arrival) -> None:
-        ref = hit.ref
-        for layer_idx in hit.cold:
-            scratch = arrival.scratch.get(layer_idx)
-            if scratch is None:
-                self._pair.hot.copy_out(rows[layer_idx], [Move(ref.start, ref.num_tokens, hit.entry.hot[layer_idx])])
-            else:
-                rows[layer_idx][ref.start : ref.end].copy_(scratch)
