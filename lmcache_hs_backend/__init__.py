@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmcache_hs_backend.config import TieredConfig
+    from lmcache_hs_backend.dataset.torch import HiddenStateDataset
     from lmcache_hs_backend.integrations.lmcache.backend import HSTieredBackend
     from lmcache_hs_backend.integrations.lmcache.store import TieredHiddenStateStore
     from lmcache_hs_backend.reader import ColdTierReader
@@ -19,12 +20,20 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "ColdTierReader": "lmcache_hs_backend.reader",
+    "HiddenStateDataset": "lmcache_hs_backend.dataset.torch",
     "HSTieredBackend": "lmcache_hs_backend.integrations.lmcache.backend",
     "TieredConfig": "lmcache_hs_backend.config",
     "TieredHiddenStateStore": "lmcache_hs_backend.integrations.lmcache.store",
 }
 
-__all__ = ["ColdTierReader", "HSTieredBackend", "TieredConfig", "TieredHiddenStateStore", "__version__"]
+__all__ = [
+    "ColdTierReader",
+    "HSTieredBackend",
+    "HiddenStateDataset",
+    "TieredConfig",
+    "TieredHiddenStateStore",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

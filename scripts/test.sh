@@ -34,7 +34,7 @@ if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
   # torch first and pinned: left to a dependency, pip would bring the CUDA build, gigabytes of it.
   "$python" -m pip install -q "torch==$torch"
   "$python" -m pip install -q "lmcache==$lmcache"
-  "$python" -m pip install -q -e '.[dev,extract]'
+  "$python" -m pip install -q -e '.[dev,bench]'
   echo "$stamp" > "$venv/stamp"
 fi
 

@@ -68,9 +68,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 def test_no_module_of_the_core_is_too_long_to_read() -> None:
     too_long = {
-        str(path.relative_to(ROOT)): count
-        for path in modules()
-        if (count := len(path.read_text().splitlines())) > 560
+        str(path.relative_to(ROOT)): count for path in modules() if (count := len(path.read_text().splitlines())) > 560
     }
     assert not too_long
 

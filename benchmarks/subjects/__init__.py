@@ -1,0 +1,1 @@
+"""The subjects, in the order of their value. Each module has ``TITLE`` and ``run(context) -> Result``."""

@@ -1,0 +1,55 @@
+"""Time to the first row: one chunk, hot and cold, over what its copy or its raw read takes."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from benchmarks import disk
+from benchmarks.context import Context
+from benchmarks.disk import RawDisk
+from benchmarks.figures import Result, times_table
+from benchmarks.measuring import Step, interleaved
+from benchmarks.workload import Stores, expect, new_prompt, random_rows
+
+TITLE = "Time to first row"
+
+
+def run(context: Context) -> Result:
+    size = context.size
+    result = Result(TITLE)
+    ids, rows = new_prompt(size.chunk), random_rows(size.chunk, size.hidden)
+    wide = torch.zeros(size.chunk, size.hidden)
+    pool = 8 * size.chunk_bytes + (1 << 20)
+    with (
+        context.folder() as path,
+        Stores(os.path.join(path, "hot"), size.chunk, pool, 2 * pool) as hot,
+        Stores(os.path.join(path, "cold"), size.chunk, pool) as cold,
+    ):
+        for one in (hot, cold):
+            one.ours.store_hidden_states(ids, rows)
+        hot.upstream.store_hidden_states(ids, rows)
+        cold.write_all()
+        file = cold.files()[0]
+        raw = RawDisk((1,), os.path.getsize(file), 1, direct=disk.takes_direct(path))
+        steps = {
+            "copy_ to float32": Step(lambda: wide.copy_(rows)),
+            "retrieve hot": Step(lambda: hot.ours.retrieve_hidden_states(ids)),
+            "retrieve, upstream": Step(lambda: hot.upstream.retrieve_hidden_states(ids)),
+            "raw read": Step(lambda: raw.read_here(file), lambda: disk.leave_page_cache([file])),
+            "retrieve cold": Step(lambda: cold.ours.retrieve_hidden_states(ids), cold.leave_ram),
+        }
+        times = interleaved(steps, size.first_row_calls, warmups=10)
+        expect(hot.ours.retrieve_hidden_states(ids), rows, "one hot chunk")
+        cold.leave_ram()
+        expect(cold.ours.retrieve_hidden_states(ids), rows, "one cold chunk")
+        raw.close()
+    result.tables.append(times_table(f"one chunk of {size.chunk_bytes / 2**20:g} MiB", times))
+    for key, ours, limit, most in (
+        ("hot", "retrieve hot", "copy_ to float32", 60),
+        ("cold", "retrieve cold", "raw read", 150),
+    ):
+        over = [(a - b) * 1e6 for a, b in zip(times[ours], times[limit], strict=True)]
+        result.figure(f"first_row.{key}", f"one {key} chunk, over {limit}", over, unit="µs", at_most=most)
+    return result

@@ -1,0 +1,322 @@
+"""``lmcache-hs-extract``: rows of cold paths → a training set in the format of one trainer.
+
+Reads beside a running engine, and writes nothing but the output folder. Needs neither LMCache nor vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console
+
+from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
+from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.dataset.export import MANIFEST, Encoder, Extraction, Progress, one_thread_per_row, trial
+from lmcache_hs_backend.dataset.formats import FORMATS
+from lmcache_hs_backend.dataset.formats.base import Format, Job
+from lmcache_hs_backend.dataset.masks import KINDS
+from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, plan_norm
+
+PROGRAM = "lmcache-hs-extract"
+COVERAGE = "coverage.jsonl"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Write the hidden states of cold paths as a training set. Several cold paths (nodes, ranks) are "
+        "merged; the same chunk found twice counts once.",
+    )
+    parser.add_argument("cold_path", nargs="+", metavar="COLD_PATH", help="as in the setting cold_path")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="the trainer that will read it")
+    parser.add_argument(
+        "--model", metavar="NAME[@REVISION][/KV_DTYPE]", help="which rows, where there are several models"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
+    what = parser.add_argument_group("samples")
+    what.add_argument(
+        "--sequences", default="leaves", metavar="leaves|requests|dataset:PATH",
+        help="every maximal chain of chunks; what request records say; or the rows of a prepared dataset with "
+        "input_ids and loss_mask: a datasets folder, JSONL or Parquet (default: leaves)",
+    )  # fmt: skip
+    what.add_argument(
+        "--loss-mask", choices=KINDS,
+        help="tokens to train on (default: dataset with a dataset, generated with requests, else all)",
+    )  # fmt: skip
+    what.add_argument("--tokenizer", metavar="DIR", help="where tokenizer.json is, for --loss-mask chatml and llama3")
+    what.add_argument("--min-tokens", type=_count, default=1, metavar="N", help="leave out shorter samples")
+    what.add_argument("--max-tokens", type=_count, metavar="N", help="cut longer samples")
+    what.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N shares, from 1/N to N/N"
+    )
+    what.add_argument("--limit", type=_count, metavar="N", help="the first N samples only")
+    what.add_argument(
+        "--val-fraction", type=_fraction, default=0.0, metavar="F", help="share of samples for validation"
+    )
+    rows = parser.add_argument_group("hidden states")
+    rows.add_argument(
+        "--layers",
+        type=_slots,
+        metavar="A,B,C",
+        help="storage slots of the auxiliary layers (default: all but the last)",
+    )
+    rows.add_argument(
+        "--last-layer", type=int, metavar="Z", help="storage slot of the last layer (default: as captured)"
+    )
+    rows.add_argument(
+        "--final-norm", metavar="MODEL_DIR",
+        help="the model whose final norm the rows are checked against; applied where the format wants them after it",
+    )  # fmt: skip
+    rows.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: speculators only (default: bf16)")
+    how = parser.add_argument_group("running")
+    how.add_argument("--workers", type=_count, default=min(4, os.cpu_count() or 1), metavar="N", help="threads")
+    how.add_argument("--resume", action="store_true", help="go on where an earlier run with the same options ended")
+    how.add_argument("--dry-run", action="store_true", help="say what would be written, and how long it would take")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0, 1 on an error, 130 on Ctrl-C."""
+    args = _parser().parse_args(argv)
+    return run(PROGRAM, lambda: _extract(args))
+
+
+def _extract(args: argparse.Namespace) -> int:
+    one_thread_per_row()
+    kind = FORMATS[args.format]
+    if args.dtype not in kind.dtypes:
+        raise CommandError(f"--dtype {args.dtype}: --format {args.format} is read in {' or '.join(kind.dtypes)} only")
+    choice = Choice(
+        cold_paths=tuple(args.cold_path), model=args.model, layers=args.layers, last_layer=args.last_layer,
+        sequences=args.sequences, loss_mask=args.loss_mask, tokenizer=args.tokenizer, min_tokens=args.min_tokens,
+        max_tokens=args.max_tokens, shard=args.shard, limit=args.limit,
+    )  # fmt: skip
+    say: Callable[[str], None] = (lambda text: None) if args.quiet else print
+    if args.resume and os.path.exists(os.path.join(args.out, MANIFEST)):
+        say(f"{args.out} is complete; nothing to resume")
+        return 0
+    try:
+        with _counting(args.quiet) as looked_at:
+            plan = make_plan(choice, looked_at)
+        if not plan.layers.aux and not kind.aux_optional:
+            raise DatasetError(f"--format {args.format} needs auxiliary layers; name them with --layers")
+        norm = plan_norm(plan, kind.wants_normed, args.final_norm)
+        _describe(plan, args, say)
+        if args.dry_run:
+            _dry_run(plan, norm, args, kind, say)
+            return 0
+        return _write(plan, norm, args, kind, say)
+    except DatasetError as error:
+        raise CommandError(str(error)) from None
+
+
+def _job(plan: Plan, norm: NormPlan, args: argparse.Namespace, out: str, state: str) -> Job:
+    return Job(
+        out=out, state=state, model=str(plan.index.namespaces[0].get("model", "")), layers=plan.layers,
+        hidden_size=norm.reader.hidden_size(), dtype=args.dtype, normed=norm.normed, split=args.val_fraction > 0,
+    )  # fmt: skip
+
+
+def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> int:
+    with Extraction(args.out, resume=args.resume) as extraction:
+        journal = extraction.journal
+        writer = kind(_job(plan, norm, args, extraction.out, journal.directory))
+        head = _head(plan, norm, args)
+        if journal.has_plan():
+            planned, samples = journal.read_plan(plan.index)
+            changed = [k for k, v in head["options"].items() if planned["options"].get(k) != v]
+            if changed:
+                names = ", ".join("--" + name.replace("_", "-") for name in changed)
+                raise DatasetError(f"{args.out} was begun with another {names}; --resume goes on with the same options")
+            head = planned
+        else:
+            samples = plan.samples
+            needed = sum(writer.nbytes(sample.tokens) for sample in samples)
+            free = shutil.disk_usage(extraction.out).free
+            if needed > free:
+                shutil.rmtree(journal.directory)
+                raise DatasetError(f"{args.out} needs {bytes_text(needed)}, but its disk has {bytes_text(free)} left")
+            journal.write_plan(head, samples, plan.index)
+        encoder = Encoder(norm.reader, plan.masks, writer, plan.prepared)
+        val_from = len(samples) - round(len(samples) * args.val_fraction)
+        started = time.monotonic()
+        total = sum(writer.nbytes(sample.tokens) for sample in samples)
+        with _bar(total, len(samples), args.quiet) as show:
+            done = extraction.run(samples, val_from, encoder, writer, args.workers, show)
+        if plan.report.coverage:
+            _write_coverage(plan, extraction.out, journal.temporary)
+        head = extraction.finish(writer, head)
+    seconds = max(1e-3, time.monotonic() - started)
+    say(
+        f"{done.published} samples, {done.tokens} tokens, {bytes_text(done.nbytes)} in {duration_text(seconds)} "
+        f"({done.nbytes / seconds / 1e9:.2f} GB/s) → {args.out}"
+    )
+    if head["rejected"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in head["rejected"].items())
+        print(
+            f"{done.rejected} samples rejected ({reasons}); see {os.path.join(args.out, 'rejected.jsonl')}",
+            file=sys.stderr,
+        )
+    if "fp8_relative_error" in head:
+        errors = ", ".join(
+            f"{slot}: {error:.4f}" for slot, error in zip(plan.layers.slots, head["fp8_relative_error"], strict=True)
+        )
+        say(f"relative error of fp8 by layer: {errors}")
+    return 0
+
+
+def _head(plan: Plan, norm: NormPlan, args: argparse.Namespace) -> dict[str, Any]:
+    """The part of the manifest that is known before the first sample; it is filed with the plan."""
+    options = {
+        key: value for key, value in vars(args).items()
+        if key not in ("out", "workers", "resume", "dry_run", "quiet")
+    }  # fmt: skip
+    layers, capture = plan.layers, plan.layers.capture
+    head = {
+        "trainer_format": args.format,
+        "model": plan.index.model,
+        "namespaces": plan.index.namespaces,
+        "layers": {
+            "slots": list(layers.slots), "convention": layers.convention, "vllm_ids": layers.vllm_ids(),
+            "output_ids": layers.output_ids(), "last": layers.last, "num_layers": capture.num_layers,
+        },
+        "last_layer": "post-norm" if norm.normed else "pre-norm",
+        "hidden_size": norm.reader.hidden_size(),
+        "dtype": args.dtype,
+        "loss_mask": plan.choice.mask_kind,
+        "captured_by": capture.source,
+        "chunks": {"files": plan.index.num_files, "chunks": len(plan.index), "stored_tokens": plan.stored_tokens()},
+        "sample_tokens": plan.tokens,
+        "dedup_factor": round(plan.tokens / plan.stored_tokens(), 3),
+        "left_out": dict(plan.report.left_out),
+        "unusable_chunks": plan.unusable,
+        "unreadable_files": dict(plan.index.problems),
+        "options": options,
+    }  # fmt: skip
+    if plan.report.coverage:
+        head["coverage"] = dict(zip(("covered", "partly", "missing"), plan.report.covered(), strict=True))
+    return json.loads(json.dumps(head))  # type: ignore[no-any-return]
+
+
+def _describe(plan: Plan, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    index, layers = plan.index, plan.layers
+    say(
+        f"{index.model}: {len(index)} chunks in {index.num_files} files, layers "
+        f"{', '.join(map(str, layers.aux)) or 'none'} and last {layers.last} ({layers.convention})"
+    )
+    for text, count in (*plan.unusable.items(), *index.problems.items()):
+        say(f"  {count} chunks not used: {text}")
+    if plan.report.coverage:
+        full, partly, missing = plan.report.covered()
+        say(f"rows of the dataset: {full} covered, {partly} partly covered, {missing} missing")
+    stored = plan.stored_tokens()
+    say(
+        f"{len(plan.samples)} samples of {plan.report.sequences} sequences, {plan.tokens} tokens; stored once: "
+        f"{stored} tokens, dedup factor {plan.tokens / stored:.2f}"
+    )
+    for text, count in plan.report.left_out.items():
+        say(f"  {count} left out: {text}")
+
+
+def _dry_run(
+    plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]
+) -> None:
+    writer = kind(_job(plan, norm, args, os.path.abspath(args.out), ""))
+    needed = sum(writer.nbytes(sample.tokens) for sample in plan.samples)
+    encoder = Encoder(norm.reader, plan.masks, writer, plan.prepared)
+    rate = trial(encoder, plan.samples, args.out)
+    text = "unknown" if not rate else duration_text(needed / (rate * min(args.workers, os.cpu_count() or 1)))
+    say(f"would write {len(plan.samples)} rows, {plan.tokens} tokens, {bytes_text(needed)} in about {text}")
+
+
+def _write_coverage(plan: Plan, out: str, temporary: str) -> None:
+    """Which rows of the prepared dataset the chunks cover."""
+    path = os.path.join(temporary, COVERAGE)
+    with open(path, "w", encoding="utf-8") as file:
+        for row, tokens, covered in plan.report.coverage:
+            state = "covered" if covered == tokens else "partly" if covered else "missing"
+            file.write(json.dumps({"row": row, "tokens": tokens, "covered": covered, "state": state}) + "\n")
+    os.replace(path, os.path.join(out, COVERAGE))
+
+
+# -- progress ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _counting(quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A count of chunks on standard error while headers are read, where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    columns = (bars.SpinnerColumn(), bars.TextColumn("reading headers: {task.completed} chunks"))
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def _bar(nbytes: int, samples: int, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """Rows, tokens, GB/s and time left on standard error, where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda progress: None
+        return
+    text_column = bars.TextColumn("{task.fields[text]}")
+    columns = (bars.BarColumn(), text_column, bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=nbytes, text="")
+
+        def show(progress: Progress) -> None:
+            text = f"{progress.published + progress.rejected}/{samples} rows, {progress.tokens} tokens"
+            bar.update(task, completed=progress.nbytes, text=text)
+
+        yield show
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _fraction(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
+    return number
+
+
+def _slots(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text != "none" else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be storage slots such as 2,15,27, or none") from None
+
+
+def _shard(text: str) -> tuple[int, int]:
+    try:
+        number, of = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be I/N, such as 1/4") from None
+    if not 1 <= number <= of:
+        raise argparse.ArgumentTypeError("must be I/N with I from 1 to N")
+    return number, of
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

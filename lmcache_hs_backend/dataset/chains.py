@@ -1,0 +1,230 @@
+"""Chunks → sequences: which rows, of which chunks, make one training sample.
+
+Three sources: every maximal chain of chunks (``leaves``), request records that a writer left beside them
+(``requests``), and a prepared dataset whose rows are looked for in the chunks (``dataset``). Token ids and
+rows of hidden states are not kept here; a sequence is the chunk it ends in and a number of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES, token_bytes
+from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.index import FIRST, ChunkIndex, sequence_files
+
+
+class Sample(NamedTuple):
+    """One training sample: the first ``tokens`` tokens of the chain that ends in chunk ``last``.
+
+    ``prompt_tokens`` is -1 where it is not known, ``row`` the row of the prepared dataset or -1.
+    """
+
+    id: str
+    last: int
+    tokens: int
+    prompt_tokens: int = -1
+    row: int = -1
+
+
+@dataclass
+class Report:
+    """What became of everything that could have been a sequence."""
+
+    source: str
+    sequences: int = 0
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
+    coverage: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # row, its tokens, covered tokens
+
+    def covered(self) -> tuple[int, int, int]:
+        """Rows of a prepared dataset that are covered, partly covered and missing."""
+        full = sum(covered == tokens for _, tokens, covered in self.coverage)
+        missing = sum(covered == 0 < tokens for _, tokens, covered in self.coverage)
+        return full, len(self.coverage) - full - missing, missing
+
+
+def leaves(forest: Forest, report: Report) -> list[Sample]:
+    """Every maximal chain, those that share chunks beside each other."""
+    chunks = forest.index.chunks
+    found = [Sample(chunks[last].prefix.hex(), last, chunks[last].end) for last in forest.leaves()]
+    report.sequences = len(found)
+    return found
+
+
+# -- requests --------------------------------------------------------------------------------------------
+
+
+class RequestRecord(NamedTuple):
+    """One line of a ``sequences/*.jsonl``: what a request left in the tiers.
+
+    ``num_tokens`` rows were captured, the first ``prompt_tokens`` of them for the prompt; ``prefix`` is the
+    prefix digest (hex) of exactly those tokens, ``parent_prefix`` that of the chunk before the one they end
+    in (empty: they end in the first). So the rows are found again when a longer chunk has replaced the last.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    num_tokens: int
+    prefix: bytes
+    parent_prefix: bytes
+
+    @classmethod
+    def parse(cls, line: str) -> RequestRecord:
+        """Raises ValueError for a line that is no such record."""
+        record: dict[str, Any] = json.loads(line)
+        try:
+            prompt, rows = int(record["prompt_tokens"]), int(record["num_tokens"])
+            result = cls(
+                str(record["request_id"]), prompt, rows,
+                bytes.fromhex(record["prefix"]), bytes.fromhex(record["parent_prefix"]),
+            )  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a request record: {error!r}") from None
+        if rows < 1 or prompt < 0 or len(result.prefix) != 16 or len(result.parent_prefix) not in (0, 16):
+            raise ValueError("not a request record: a length or digest is impossible")
+        return result
+
+
+def requests(forest: Forest, report: Report) -> list[Sample]:
+    """One sequence per request record, in the order of the records. The same request twice counts once."""
+    paths = sequence_files(forest.index)
+    if not paths:
+        raise DatasetError(
+            "there are no request records (sequences/*.jsonl) beside the chunks; use --sequences leaves or dataset:PATH"
+        )
+    chunks = forest.index.chunks
+    by_prefix: dict[bytes, int] = {}
+    for position in _usable(forest):
+        by_prefix.setdefault(chunks[position].prefix, position)
+    found: dict[RequestRecord, int | None] = {}
+    wanted: dict[int, dict[int, set[bytes]]] = {}
+    for record in _records(paths, report):
+        if record in found:
+            continue
+        found[record] = last = by_prefix.get(record.prefix)
+        parent = by_prefix.get(record.parent_prefix) if record.parent_prefix else FIRST
+        if last is None and parent is not None:
+            length = record.num_tokens - (chunks[parent].end if parent >= 0 else 0)
+            if length > 0:
+                wanted.setdefault(parent, {}).setdefault(length, set()).add(record.prefix)
+    inside = {prefix: child for (_, prefix), child in forest.find_inside(wanted).items()}
+    result = []
+    for record, last in found.items():
+        last = inside.get(record.prefix) if last is None else last
+        if last is None or chunks[last].end < record.num_tokens:
+            report.left_out["a chunk of the request is no longer there"] += 1
+            continue
+        result.append(Sample(record.request_id, last, record.num_tokens, record.prompt_tokens))
+    report.sequences = len(found)
+    return result
+
+
+def _records(paths: Iterable[str], report: Report) -> Iterator[RequestRecord]:
+    for path in paths:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    yield RequestRecord.parse(line)
+                except ValueError:  # a line cut short by a crash, or not ours
+                    report.left_out["unreadable request record"] += 1
+
+
+def _usable(forest: Forest) -> Iterator[int]:
+    stack = list(forest.children(FIRST))
+    while stack:
+        position = stack.pop()
+        yield position
+        stack += forest.children(position)
+
+
+# -- a prepared dataset ----------------------------------------------------------------------------------
+
+
+def matched(forest: Forest, rows: Iterable[Sequence[int]], report: Report) -> list[Sample]:
+    """One sequence per row of a prepared dataset that chunks cover at least in part, in the dataset's order.
+
+    A row is covered up to the end of the last whole chunk whose tokens are its own, or to its end where that
+    lies inside a chunk. Raises DatasetError when no row is covered at all.
+    """
+    chunks = forest.index.chunks
+    walked: list[tuple[int, int, int, bytes]] = []  # last chunk, covered tokens, tokens, digest of the whole row
+    wanted: dict[int, dict[int, set[bytes]]] = {}
+    for row in rows:
+        ids = token_bytes(row)
+        walk = forest.walk(ids)
+        tokens = len(ids) // TOKEN_BYTES
+        digest = b""
+        # The rest may lie inside a chunk after the last one, or after the one before when that is a short tail.
+        for parent in _ends(forest, walk.last):
+            start = chunks[parent].end if parent >= 0 else 0
+            if walk.tokens < tokens and tokens - start < forest.longest_after(parent):
+                if not digest:
+                    state = walk.state.copy()
+                    state.update(ids[walk.tokens * TOKEN_BYTES :])
+                    digest = state.digest()
+                wanted.setdefault(parent, {}).setdefault(tokens - start, set()).add(digest)
+        walked.append((walk.last, walk.tokens, tokens, digest))
+    inside = forest.find_inside(wanted)
+    found = []
+    for number, (last, covered, tokens, digest) in enumerate(walked):
+        if digest:
+            for parent in _ends(forest, last):
+                beyond = inside.get((parent, digest))
+                if beyond is not None:
+                    last, covered = beyond, tokens
+                    break
+        report.coverage.append((number, tokens, covered))
+        if covered:
+            found.append(Sample(f"row-{number}", last, covered, row=number))
+        else:
+            report.left_out["no chunk of the row is there" if tokens else "the row is empty"] += 1
+    report.sequences = len(walked)
+    if walked and not found:
+        raise DatasetError(
+            f"none of the dataset's {len(walked)} rows begins with a chunk of {forest.index.model}; was the dataset "
+            f"tokenised with this model's tokenizer and chat template, and are these the prompts that were captured?"
+        )
+    return found
+
+
+def _ends(forest: Forest, last: int) -> list[int]:
+    """The chunk where a walk ended, and the one before it."""
+    return [last] if last < 0 else [last, forest.index.chunks[last].parent]
+
+
+# -- limits ----------------------------------------------------------------------------------------------
+
+
+def bounded(
+    index: ChunkIndex, found: Sequence[Sample], min_tokens: int, max_tokens: int | None, report: Report
+) -> list[Sample]:
+    """Sequences cut to ``max_tokens``, and without those below ``min_tokens`` or that a cut made equal."""
+    result = []
+    cut: set[tuple[int, int, int]] = set()
+    for sequence in found:
+        if max_tokens is not None and sequence.tokens > max_tokens:
+            last = sequence.last
+            while index.chunks[last].start >= max_tokens:
+                last = index.chunks[last].parent
+            sequence = sequence._replace(last=last, tokens=max_tokens)
+            identity = (last, sequence.row, sequence.prompt_tokens)
+            if identity in cut:
+                report.left_out["the same as another one, cut to max_tokens"] += 1
+                continue
+            cut.add(identity)
+        if sequence.tokens < min_tokens:
+            report.left_out["shorter than min_tokens"] += 1
+            continue
+        result.append(sequence)
+    return result
+
+
+def share(found: Sequence[Sample], number: int, of: int) -> list[Sample]:
+    """The ``number``-th (from 1) of ``of`` contiguous shares, which differ by at most one sequence."""
+    return list(found[len(found) * (number - 1) // of : len(found) * number // of])

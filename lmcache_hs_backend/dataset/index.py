@@ -1,0 +1,235 @@
+"""Every chunk of one or more cold paths, each once, with the chunk before it.
+
+What lies on several nodes or ranks is merged: two files are the same chunk when model, revision, KV dtype,
+tokens and prefix digest are equal, whatever the keys say. Only headers are read, and token ids are not
+kept, so the index costs about a kilobyte a chunk however large the rows are. Read-only; a file that
+vanishes or is no chunk is counted, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES, prefix_digests
+from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header, read_header
+from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.reader import ChunkInfo, ColdTierReader, NotAColdPath
+from lmcache_hs_backend.tiers.namespace import ARCHIVE, SEQUENCES, chunk_path
+
+#: Values of ``Chunk.parent`` that are no index: the chunk is a sequence's first, or what precedes it is not here.
+FIRST = -1
+MISSING = -2
+
+
+class ChunkFile(NamedTuple):
+    """One file of a chunk. ``root`` is the namespace's directory, or its archive."""
+
+    root: str
+    name: bytes
+    layout: FileLayout
+
+    @property
+    def path(self) -> str:
+        return chunk_path(self.root, self.name)
+
+
+class Chunk(NamedTuple):
+    """One chunk, however many files hold it. ``parent`` is the position of the chunk before, in the index."""
+
+    prefix: bytes
+    start: int
+    num_tokens: int
+    parent: int
+    files: tuple[ChunkFile, ...]
+    capture: str
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    def has(self, layer_idx: int) -> bool:
+        """Whether one of the files holds the layer."""
+        return any(file.layout.spec(layer_idx) for file in self.files)
+
+
+class _Found:
+    """A chunk while files are still being found: its files, and what they call it and its predecessor."""
+
+    __slots__ = ("capture", "files", "links")
+
+    def __init__(self, capture: str) -> None:
+        self.capture = capture
+        self.files: list[ChunkFile] = []
+        self.links: list[tuple[int, str, str]] = []  # hash space, chunk hash, parent's hash
+
+
+class ChunkIndex:
+    """The chunks of cold paths that belong to one model, parents before children."""
+
+    def __init__(
+        self, cold_paths: Sequence[str], model: str | None = None, looked_at: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """Read every header. ``model`` chooses where there are several: ``NAME``, ``NAME@REVISION`` or
+        ``NAME@REVISION/KV_DTYPE``. ``looked_at`` is told of every chunk.
+
+        Raises DatasetError when a path is no cold path, when the rows of several models would be mixed, or
+        when there is no chunk.
+        """
+        self.files = FileLayer()
+        self.problems: Counter[str] = Counter()  # files that could not be read as chunks, by reason
+        self.num_files = 0
+        self.model = ""  # the label of the model, see above
+        self.namespaces: list[dict[str, Any]] = []  # records of the namespaces that have chunks of the model
+        self.sequence_dirs: list[str] = []  # where request records of this model may lie
+        self._layouts: dict[FileLayout, FileLayout] = {}
+        self._spaces: dict[tuple[Any, ...], int] = {}
+        self._captures: dict[str, str] = {}
+        found: dict[tuple[int, bytes, int], _Found] = {}
+        seen: set[str] = set()
+        known: set[str] = set()
+        for cold_path in cold_paths:
+            if not os.path.isdir(os.path.expanduser(cold_path)):
+                raise DatasetError(f"{cold_path} is not a directory; name a cold path, as in the setting cold_path")
+            try:
+                reader = ColdTierReader(cold_path)
+            except NotAColdPath as error:
+                raise DatasetError(str(error)) from None
+            if os.path.realpath(reader.cold_path) in seen:
+                continue
+            seen.add(os.path.realpath(reader.cold_path))
+            for info in reader.chunks():
+                label = model_label(info.namespace)
+                known.add(label)
+                if model is not None and not _chosen(model, label):
+                    continue
+                if self.model and label != self.model:
+                    raise DatasetError(
+                        f"the cold paths hold rows of several models ({self.model}, {label}), which do not belong "
+                        f"in one dataset; choose one with --model"
+                    )
+                self.model = label
+                self._add(info, found)
+                looked_at(1)
+        if not found:
+            which = "" if model is None else f" of {model!r}; there are: {', '.join(sorted(known)) or 'none'}"
+            raise DatasetError(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
+        self.chunks = self._link(found)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def captures(self) -> list[str]:
+        """What the writers of the chunks knew about them, each text once."""
+        return list(self._captures)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, each chunk counted once."""
+        return sum(chunk.files[0].layout.size for chunk in self.chunks)
+
+    def chain(self, position: int) -> list[int]:
+        """The chunks from a sequence's first to this one."""
+        chain = []
+        while position >= 0:
+            chain.append(position)
+            position = self.chunks[position].parent
+        chain.reverse()
+        return chain
+
+    def ids(self, position: int) -> bytes | None:
+        """The token ids of a chunk (int64 bytes), or None when no file of it can be read any more."""
+        for file in self.chunks[position].files:
+            header = self.header(file)
+            if header is not None:
+                return header.token_ids
+        return None
+
+    def header(self, file: ChunkFile) -> Header | None:
+        """The header of a file as it is now, or None."""
+        try:
+            return read_header(self.files, file.path)
+        except (BadChunk, OSError):  # replaced or deleted since it was indexed: the caller goes without
+            return None
+
+    # -- building --------------------------------------------------------------------------------------
+
+    def _add(self, info: ChunkInfo, found: dict[tuple[int, bytes, int], _Found]) -> None:
+        header = info.header
+        if header is None:
+            self.problems[info.problem.split(":")[0]] += 1
+            return
+        if info.directory not in self.sequence_dirs:
+            self.sequence_dirs.append(info.directory)
+            self.namespaces.append(info.namespace)
+        meta = header.meta
+        capture = self._captures.setdefault(meta.capture, meta.capture)
+        chunk = found.get((meta.start, meta.prefix, meta.num_tokens))
+        if chunk is None:
+            chunk = found[meta.start, meta.prefix, meta.num_tokens] = _Found(capture)
+        space = tuple(sorted((k, v) for k, v in info.namespace.items() if k not in ("worker_id", "world_size")))
+        number = self._spaces.setdefault(space, len(self._spaces))
+        root = info.directory if info.state == "cold" else os.path.join(info.directory, ARCHIVE)
+        chunk.files.append(ChunkFile(root, info.file.name, self._layouts.setdefault(header.layout, header.layout)))
+        chunk.links.append((number, meta.chunk_hash, meta.parent))
+        self.num_files += 1
+
+    def _link(self, found: dict[tuple[int, bytes, int], _Found]) -> list[Chunk]:
+        """Chunks by start, so that a parent comes before its children, each with its parent's position."""
+        order = sorted(found)
+        by_hash: dict[tuple[int, str], list[int]] = {}
+        for position, identity in enumerate(order):
+            for space, chunk_hash, _ in found[identity].links:
+                holders = by_hash.setdefault((space, chunk_hash), [])
+                if position not in holders:
+                    holders.append(position)
+        chunks: list[Chunk] = []
+        for start, prefix, num_tokens in order:
+            chunk = found[start, prefix, num_tokens]
+            parent = FIRST if start == 0 else MISSING
+            if start > 0:
+                for space, _, parent_hash in chunk.links:
+                    # Of chunks whose 64-bit hashes collide, the digest picks the right one when rows are read.
+                    fits = [p for p in by_hash.get((space, parent_hash), ()) if order[p][0] + order[p][2] == start]
+                    if fits:
+                        parent = fits[0] if len(fits) == 1 else self._true_parent(chunks, fits, chunk.files[0], prefix)
+                        break
+            chunks.append(Chunk(prefix, start, num_tokens, parent, tuple(chunk.files), chunk.capture))
+        return chunks
+
+    def _true_parent(self, chunks: list[Chunk], candidates: list[int], file: ChunkFile, prefix: bytes) -> int:
+        """The candidate whose tokens, followed by those of ``file``, have the prefix digest."""
+        own = self.header(file)
+        for candidate in candidates:
+            parts, position = [], candidate
+            while position >= 0:
+                header = self.header(chunks[position].files[0])
+                parts.append(b"" if header is None else header.token_ids)
+                position = chunks[position].parent
+            ids = b"".join(reversed(parts)) + (b"" if own is None else own.token_ids)
+            if list(prefix_digests(ids, [len(ids) // TOKEN_BYTES])) == [prefix]:
+                return candidate
+        return MISSING
+
+
+def model_label(record: dict[str, Any]) -> str:
+    """What must be equal for rows to go together: ``MODEL[@REVISION][/KV_DTYPE]`` of a namespace record."""
+    revision, kv_dtype = record.get("model_revision"), record.get("kv_dtype")
+    return f"{record.get('model', '')}{f'@{revision}' if revision else ''}{f'/{kv_dtype}' if kv_dtype else ''}"
+
+
+def _chosen(model: str, label: str) -> bool:
+    return label == model or (label.startswith(model) and label[len(model)] in "@/")
+
+
+def sequence_files(index: ChunkIndex) -> list[str]:
+    """The files of request records beside the chunks of an index, in a fixed order."""
+    paths = []
+    for directory in index.sequence_dirs:
+        folder = os.path.join(directory, SEQUENCES)
+        if os.path.isdir(folder):
+            paths += sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".jsonl"))
+    return paths

@@ -1,0 +1,164 @@
+"""From a few choices to the list of samples: what the extractor, the torch dataset and the live backend share.
+
+Reads headers, token ids where needed, and a prepared dataset; no rows, except the few that tell which side
+of the final norm they are on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lmcache_hs_backend.dataset import chains
+from lmcache_hs_backend.dataset.capture import POST_NORM, PRE_NORM, Capture, Layers, choose_layers
+from lmcache_hs_backend.dataset.chains import Report, Sample
+from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.index import ChunkIndex
+from lmcache_hs_backend.dataset.masks import LossMask
+from lmcache_hs_backend.dataset.norm import FinalNorm
+from lmcache_hs_backend.dataset.prepared import Prepared, ids_of, open_prepared
+from lmcache_hs_backend.dataset.rows import RowReader
+
+DATASET = "dataset:"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user chose. ``sequences`` is ``leaves``, ``requests`` or ``dataset:PATH``."""
+
+    cold_paths: tuple[str, ...]
+    model: str | None = None
+    layers: tuple[int, ...] | None = None
+    last_layer: int | None = None
+    sequences: str = "leaves"
+    loss_mask: str | None = None  # None: what the source of the sequences knows
+    tokenizer: str | None = None
+    min_tokens: int = 1
+    max_tokens: int | None = None
+    shard: tuple[int, int] = (1, 1)
+    limit: int | None = None
+
+    @property
+    def mask_kind(self) -> str:
+        if self.loss_mask is not None:
+            return self.loss_mask
+        return {"requests": "generated", "leaves": "all"}.get(self.sequences, "dataset")
+
+
+@dataclass
+class Plan:
+    """The samples of a dataset, and everything needed to read them."""
+
+    choice: Choice
+    index: ChunkIndex
+    layers: Layers
+    samples: list[Sample]
+    report: Report
+    masks: LossMask
+    prepared: Prepared | None
+    unusable: dict[str, int]
+    warnings: list[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self.samples)
+
+    def stored_tokens(self) -> int:
+        """Tokens of the chunks that the samples lie in, each chunk counted once."""
+        seen: set[int] = set()
+        for sample in self.samples:
+            position = sample.last
+            while position >= 0 and position not in seen:
+                seen.add(position)
+                position = self.index.chunks[position].parent
+        return sum(self.index.chunks[position].num_tokens for position in seen)
+
+
+def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: None) -> Plan:
+    """Find the samples. Raises DatasetError for anything that makes the choice impossible."""
+    masks = LossMask(choice.mask_kind, choice.tokenizer)  # before the index, which takes long
+    prepared = open_prepared(choice.sequences[len(DATASET) :]) if choice.sequences.startswith(DATASET) else None
+    if prepared is None and choice.sequences not in ("leaves", "requests"):
+        raise DatasetError(f"--sequences is {choice.sequences!r}, but must be leaves, requests or dataset:PATH")
+    if choice.mask_kind == "generated" and choice.sequences != "requests":
+        raise DatasetError("--loss-mask generated needs prompt lengths, which only --sequences requests has")
+    if choice.mask_kind == "dataset" and prepared is None:
+        raise DatasetError("--loss-mask dataset needs --sequences dataset:PATH")
+    index = ChunkIndex(choice.cold_paths, choice.model, looked_at)
+    stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
+    layers, warnings = choose_layers(Capture.of(index.captures), stored, choice.layers, choice.last_layer)
+    forest = Forest(index, layers.slots)
+    report = Report(choice.sequences)
+    if prepared is not None:
+        samples = chains.matched(forest, ids_of(prepared), report)
+    elif choice.sequences == "requests":
+        samples = chains.requests(forest, report)
+    else:
+        samples = chains.leaves(forest, report)
+    samples = chains.bounded(index, samples, choice.min_tokens, choice.max_tokens, report)
+    samples = chains.share(samples, *choice.shard)[: choice.limit]
+    if not samples:
+        why = {**forest.unusable, **report.left_out}
+        raise DatasetError(
+            "no sequence is left to extract: "
+            + ("; ".join(f"{count} × {text}" for text, count in why.items()) or "none")
+        )
+    return Plan(choice, index, layers, samples, report, masks, prepared, dict(forest.unusable), warnings)
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """What is done about the final norm. ``normed``: the side of it that the last layer ends up on."""
+
+    reader: RowReader
+    normed: bool
+
+
+def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None) -> NormPlan:
+    """How to give the last layer on the side of the final norm that is wanted (None: either, it is flagged).
+
+    Adds to the plan's warnings what had to be taken on trust. Raises DatasetError when it cannot be done.
+    """
+    norm = None if model_dir is None else FinalNorm.load(model_dir)
+    plain = RowReader(plan.index, plan.layers)
+    hidden = plain.hidden_size()
+    if norm is not None and norm.hidden_size != hidden:
+        raise DatasetError(
+            f"--final-norm {model_dir} is of a model with hidden size {norm.hidden_size}; the rows have {hidden}"
+        )
+    said = plan.layers.capture.last_layer
+    if said:
+        stored_normed = said == POST_NORM
+    elif norm is not None:
+        stored_normed = _judge(plain, plan.samples, norm)
+        side = "after" if stored_normed else "before"
+        plan.warnings.append(
+            f"whether the last layer is {PRE_NORM} was not captured; its rows show it {side} the final norm"
+        )
+    else:
+        stored_normed = wants_normed is not False
+        side = "after" if stored_normed else "before"
+        plan.warnings.append(
+            f"whether the last layer is {PRE_NORM} was not captured; it is taken to be {side} the final norm "
+            f"(--final-norm MODEL_DIR would tell)"
+        )
+    if stored_normed and wants_normed is False:
+        raise DatasetError("this format stores the last layer before the final norm, but it was captured after it")
+    if wants_normed and not stored_normed and norm is None:
+        raise DatasetError(
+            "this format stores the last layer after the final norm, but it was captured before it; "
+            "name the model with --final-norm MODEL_DIR"
+        )
+    apply = norm if norm is not None and not stored_normed and wants_normed is not False else None
+    reader = RowReader(plan.index, plan.layers, apply=apply, check=norm, stored_normed=stored_normed)
+    return NormPlan(reader, stored_normed or apply is not None)
+
+
+def _judge(reader: RowReader, samples: Sequence[Sample], norm: FinalNorm) -> bool:
+    for sample in samples[:100]:
+        try:
+            return norm.looks_normed(reader.read(sample, stacked=False).last)
+        except RowRejected:  # counted when the sample's turn comes
+            continue
+    return False

@@ -1,0 +1,188 @@
+"""The rows of one sample, read from its chunks and checked: nothing unchecked leaves this module.
+
+What is checked is what no trainer checks: every chunk's checksums, rows = tokens, one hidden size and one
+dtype per layer, finite values, token ids that have the prefix digest the rows were stored under, and the
+side of the final norm that the last layer is on. A sample that fails is a ``RowRejected``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from lmcache_hs_backend.arena import BufferPool
+from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
+from lmcache_hs_backend.chunkfile import BadChunk, Header, read
+from lmcache_hs_backend.dataset.capture import Layers
+from lmcache_hs_backend.dataset.chains import Sample
+from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.index import Chunk, ChunkIndex
+from lmcache_hs_backend.dataset.norm import FinalNorm
+
+_IDLE_BYTES = 512 << 20
+
+#: How many rows of a sample tell which side of the norm they are on: one may look normed by chance, most do not.
+_NORM_ROWS = 4096
+_NORM_LEAST = 8
+
+
+class Rows(NamedTuple):
+    """What a trainer gets of one sample: S tokens, n auxiliary layers, hidden size H.
+
+    ``ids`` int64 ``[S]``; ``aux`` ``[S, n, H]`` and ``last`` ``[S, H]`` of the dtype asked for. With
+    ``stacked`` ``[S, n + 1, H]``, the two are views of it.
+    """
+
+    ids: torch.Tensor
+    aux: torch.Tensor
+    last: torch.Tensor
+    stacked: torch.Tensor | None
+
+
+class RowReader:
+    """Reads samples of an index. Thread-safe, picklable.
+
+    ``normed`` is what becomes of the last layer: None: it stays as it is; a FinalNorm: it is applied.
+    ``check`` is the norm to check against, and ``stored_normed`` the side on which the stored rows should be.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        layers: Layers,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        apply: FinalNorm | None = None,
+        check: FinalNorm | None = None,
+        stored_normed: bool = False,
+    ) -> None:
+        self._index = index
+        self._layers = layers
+        self._dtype = dtype
+        self._apply = apply
+        self._check = check
+        self._stored_normed = stored_normed
+        self._pool = BufferPool(_IDLE_BYTES)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_pool"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._pool = BufferPool(_IDLE_BYTES)
+
+    def hidden_size(self) -> int:
+        """That of the first chunk; every row must have it. Picked up before anything is read."""
+        for chunk in self._index.chunks:
+            for file in chunk.files:
+                spec = file.layout.spec(self._layers.last)
+                if spec is not None:
+                    return spec.hidden_dim
+        raise RowRejected("layer", f"layer {self._layers.last} is in no chunk")
+
+    def read(self, sample: Sample, *, stacked: bool) -> Rows:
+        """The rows of a sample. Raises RowRejected."""
+        hidden = self.hidden_size()
+        count, width = sample.tokens, len(self._layers.aux)
+        both = self._empty(count, width + 1, hidden) if stacked else None
+        aux = self._empty(count, width, hidden) if both is None else both[:, :width]
+        last = self._empty(count, 1, hidden)[:, 0] if both is None else both[:, width]
+        ids = torch.empty(count, dtype=torch.int64)
+        digest = xxhash.xxh3_128()
+        dtypes: dict[int, torch.dtype] = {}
+        normed = judged = 0
+        for position in self._index.chain(sample.last):
+            chunk = self._index.chunks[position]
+            take = min(chunk.num_tokens, count - chunk.start)
+            span = slice(chunk.start, chunk.start + take)
+            token_ids = None
+            for slot, spec, rows, header in self._layers_of(chunk):
+                where = f"layer {slot}, tokens {chunk.start} to {chunk.end}"
+                if token_ids is None:
+                    token_ids = header.token_ids
+                    digest.update(token_ids)
+                    if digest.digest() != chunk.prefix or len(token_ids) != chunk.num_tokens * TOKEN_BYTES:
+                        raise RowRejected("ids", f"{where}: the token ids so far are not those the rows belong to")
+                    ids[span] = torch.frombuffer(bytearray(token_ids[: take * TOKEN_BYTES]), dtype=torch.int64)
+                if spec.hidden_dim != hidden:
+                    raise RowRejected("shape", f"{where}: hidden size {spec.hidden_dim} instead of {hidden}")
+                if dtypes.setdefault(slot, spec.dtype) != spec.dtype:
+                    raise RowRejected("dtype", f"{where}: {spec.dtype} after {dtypes[slot]}")
+                rows = rows[:take]
+                if slot == self._layers.last:
+                    if self._check is not None and judged < _NORM_ROWS:
+                        normed += self._check.count_normed(rows)
+                        judged += take
+                    last[span] = self._converted(rows if self._apply is None else self._apply(rows), chunk.start, where)
+                else:
+                    aux[span, self._layers.aux.index(slot)] = self._converted(rows, chunk.start, where)
+            if token_ids is None or (position == sample.last) != (chunk.end >= count):
+                raise RowRejected(
+                    "shape", f"{count} tokens do not end in the chunk of tokens {chunk.start} to {chunk.end}"
+                )
+        if judged >= _NORM_LEAST and (2 * normed > judged) != self._stored_normed:
+            raise RowRejected(
+                "norm",
+                f"layer {self._layers.last}: {normed} of {judged} rows are after the final norm of the model, but the "
+                f"layer was captured {'after' if self._stored_normed else 'before'} it",
+            )
+        return Rows(ids, aux, last, both)
+
+    def _empty(self, count: int, layers: int, hidden: int) -> torch.Tensor:
+        """Recycled memory for results: fresh pages cost more than what is done with them."""
+        if not layers:
+            return torch.empty(count, 0, hidden, dtype=self._dtype)
+        buffer = self._pool.get(count * layers * hidden * self._dtype.itemsize)
+        return buffer.rows(count, layers * hidden, self._dtype).view(count, layers, hidden)
+
+    def _converted(self, rows: torch.Tensor, start: int, where: str) -> torch.Tensor:
+        """Rows of one layer in the dtype of the dataset, and finite in it. ``start``: the first row's token."""
+        rows = rows.to(self._dtype)
+        low, high = torch.aminmax(rows)  # the fastest that sees NaN and both infinities
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            bad = int((~torch.isfinite(rows)).any(-1).nonzero()[0])
+            raise RowRejected("non_finite", f"{where}: NaN or infinity at token {start + bad}")
+        return rows
+
+    def _layers_of(self, chunk: Chunk) -> Iterator[tuple[int, LayerSpec, torch.Tensor, Header]]:
+        """Each layer asked for, with its rows, from whichever file of the chunk has it and can be read."""
+        todo = list(self._layers.slots)
+        trouble: RowRejected | None = None
+        for file in chunk.files:
+            layout = file.layout
+            for attempt in range(2):
+                specs = [spec for spec in layout.layers if spec.layer_idx in todo]
+                if not specs:
+                    break
+                buffers = {spec.layer_idx: self._pool.get(spec.nbytes(layout.num_tokens)) for spec in specs}
+                into = {layer_idx: buffer.bytes() for layer_idx, buffer in buffers.items()}
+                try:
+                    header = read(
+                        self._index.files, file.path, file.name, chunk.prefix, layout, into, self._pool,
+                        direct=False, verify=True,
+                    )  # fmt: skip
+                except FileNotFoundError:
+                    trouble = RowRejected("gone", f"{file.path} was deleted")
+                    break
+                except BadChunk as bad:
+                    trouble = RowRejected("bad_file", f"{file.path}: {bad.reason}: {bad}")
+                    now = self._index.header(file) if attempt == 0 else None
+                    if now is None or now.layout == layout:
+                        break
+                    layout = now.layout  # a running engine has added a layer to it meanwhile
+                except OSError as error:
+                    trouble = RowRejected("unreadable", f"{file.path}: {error.strerror}")
+                    break
+                else:
+                    for spec in specs:
+                        todo.remove(spec.layer_idx)
+                        rows = buffers[spec.layer_idx].rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
+                        yield spec.layer_idx, spec, rows, header
+                    break
+        if todo:
+            raise trouble or RowRejected(
+                "layer", f"layer {todo[0]} is not in the chunk of tokens {chunk.start} to {chunk.end}"
+            )

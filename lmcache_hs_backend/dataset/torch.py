@@ -1,0 +1,142 @@
+"""``HiddenStateDataset``: a cold path as a torch Dataset, rows straight from the chunks.
+
+For a training loop of one's own. Nothing is written; a sample is read and checked when it is asked for, and
+only the layers asked for are read. Picklable, so it works with DataLoader workers of every start method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
+
+
+class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
+    """Samples of one or more cold paths, as they were when this object was made.
+
+    An item is a dict of CPU tensors, for S tokens, n auxiliary layers and hidden size H:
+    ``input_ids``, ``loss_mask``, ``position_ids`` int64 ``[S]``; ``hidden_states`` bf16 ``[S, n * H]``;
+    ``last_hidden_states`` bf16 ``[S, H]``.
+    """
+
+    def __init__(
+        self,
+        cold_paths: str | Sequence[str],
+        *,
+        layers: Sequence[int] | None = None,
+        last_layer: int | None = None,
+        sequences: str = "leaves",
+        loss_mask: str | None = None,
+        tokenizer: str | None = None,
+        model: str | None = None,
+        min_tokens: int = 1,
+        max_tokens: int | None = None,
+        final_norm: str | None = None,
+    ) -> None:
+        """The arguments mean what the options of ``lmcache-hs-extract`` mean.
+
+        With ``final_norm``, a model directory, ``last_hidden_states`` are after the model's final norm, which
+        is applied where they were stored before it. Raises DatasetError.
+        """
+        choice = Choice(
+            cold_paths=(cold_paths,) if isinstance(cold_paths, str) else tuple(cold_paths),
+            model=model,
+            layers=None if layers is None else tuple(layers),
+            last_layer=last_layer,
+            sequences=sequences,
+            loss_mask=loss_mask,
+            tokenizer=tokenizer,
+            min_tokens=min_tokens,
+            max_tokens=max_tokens,
+        )
+        self.plan: Plan = make_plan(choice)
+        norm = plan_norm(self.plan, None if final_norm is None else True, final_norm)
+        self._reader, self.normed = norm.reader, norm.normed
+        self.warnings = list(self.plan.warnings)
+
+    def __len__(self) -> int:
+        return len(self.plan.samples)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sample, for batching, without reading any."""
+        return [sample.tokens for sample in self.plan.samples]
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """Raises RowRejected when the sample fails a check, such as a chunk that was deleted meanwhile."""
+        sample = self.plan.samples[number]
+        rows = self._reader.read(sample, stacked=False)
+        given: Sequence[int] | None = None
+        if self.plan.prepared is not None:
+            ids, given = self.plan.prepared.row(sample.row)
+            if rows.ids.tolist() != list(ids)[: sample.tokens]:
+                raise RowRejected("ids", f"the token ids are not those of row {sample.row} of the dataset")
+        return {
+            "input_ids": rows.ids,
+            "loss_mask": self.plan.masks.make(sample, rows.ids, given),
+            "hidden_states": rows.aux.flatten(1),
+            "last_hidden_states": rows.last,
+            "position_ids": torch.arange(sample.tokens),
+        }
+
+    def nearby(self, block: int = 64, seed: int = 0) -> NearbySampler:
+        """A shuffle that keeps samples which share chunks near each other, so that those are read once."""
+        return NearbySampler(neighbours(self.plan), block, seed)
+
+
+class NearbySampler(Sampler[int]):
+    """Shuffles blocks of neighbouring samples, and the samples within each; another order in every epoch."""
+
+    def __init__(self, order: Sequence[int], block: int, seed: int) -> None:
+        if block < 1:
+            raise ValueError(f"block is {block}, but must be at least 1")
+        self._order = list(order)
+        self._block = block
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        blocks = -(-len(self._order) // self._block)
+        for block in torch.randperm(blocks, generator=generator).tolist():
+            members = self._order[block * self._block : (block + 1) * self._block]
+            for member in torch.randperm(len(members), generator=generator).tolist():
+                yield members[member]
+        self._epoch += 1
+
+
+def neighbours(plan: Plan) -> list[int]:
+    """The numbers of all samples, those that share the most chunks beside each other."""
+    children: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    roots: list[int] = []
+    for number, sample in enumerate(plan.samples):
+        ends.setdefault(sample.last, []).append(number)
+        position = sample.last
+        while position not in seen:
+            seen.add(position)
+            parent = plan.index.chunks[position].parent
+            if parent < 0:
+                roots.append(position)
+                break
+            children.setdefault(parent, []).append(position)
+            position = parent
+    order: list[int] = []
+    stack: list[Any] = roots
+    while stack:
+        position = stack.pop()
+        order += ends.get(position, [])
+        stack += children.get(position, [])
+    return order

@@ -1,0 +1,257 @@
+"""From rows in host memory to chunks in the tiers, and to request records.
+
+The engine's thread only asks whether a chunk is wanted and hands rows over; storing, dropping tails and
+writing records happens on one thread here, in order. Memory on the way is bounded: when the tiers are
+slower than the model for too long, chunks are dropped and counted, serving goes on. This module imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
+from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, read_header
+from lmcache_hs_backend.integrations.vllm.device import HostRows
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Take
+from lmcache_hs_backend.integrations.vllm.records import RecordWriter
+from lmcache_hs_backend.integrations.vllm.sequence import Keying
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
+from lmcache_hs_backend.integrations.vllm.tails import LIMIT, Tails
+from lmcache_hs_backend.integrations.vllm.threads import Threads
+from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.namespace import NamespaceId, scan_chunks
+
+logger = logging.getLogger(__name__)
+
+_MIN_STAGED = 64 << 20
+_RECOVERY_SEC = 30.0
+#: Shutdown waits this long for rows on their way to disk; vLLM gives its processes less only when killing them.
+_DRAIN_SEC = 60.0
+
+
+_RECORDS_PER_LOOK = 256
+
+
+class Model(NamedTuple):
+    """What is captured: who the rows belong to, and the storage slots of the cache's layers, in its order."""
+
+    ident: NamespaceId
+    keying: Keying
+    layer_idxs: tuple[int, ...]
+    capture: str
+    labels: dict[str, object]
+
+
+class Capture:
+    """The tiers of one engine, filled from its requests.
+
+    Figures: ``taken`` chunks copied off the device, ``reused`` ones that were stored already, ``lost``
+    ones that the tiers did not keep, ``not_computed`` ones whose rows no forward has written, ``tails_dropped``,
+    ``records``.
+    """
+
+    def __init__(self, settings: ConnectorSettings, model: Model, store: TieredStore | None = None) -> None:
+        """``store``: one that is there already, and that somebody else closes; None: the settings' own.
+
+        Raises ConfigError when the cold path cannot be used.
+        """
+        self._owned = store is None
+        if store is None:  # not "or": an empty store is false
+            store = TieredStore(
+                settings, settings.hot_bytes, model.ident, labels=model.labels, capture=model.capture, setting=label
+            )
+        self.store = store
+        if self._owned:
+            self.store.pin()
+        self.figures: Counter[str] = Counter()
+        self._settings = settings
+        self._model = model
+        self._tails = Tails(model.keying, settings.chunk_size)
+        self._records = RecordWriter(self.store.directory, settings.cold_dir_mode)
+        self._lock = threading.Lock()  # guards figures, _tails and the five below; nothing slow happens under it
+        self._room = threading.Condition(self._lock)
+        self._staged: dict[bytes, int] = {}  # chunks on their way: name → bytes
+        self._staged_bytes = 0
+        self._superseded: dict[bytes, list[bytes]] = {}  # chunk → tails to drop once its file is there
+        self._closed = False
+        self._unrecorded: list[Finish] = []  # finished requests whose rows are not all on disk; _thread's own
+        if not self.store.wait_recovered(_RECOVERY_SEC):
+            logger.warning("%s: not all chunk files are known yet; some may be captured again", self.store.directory)
+        self._thread = Threads(1, "hs-capture", self._chores)
+        self._thread.submit(self._recall_tails)
+
+    def count(self, figure: str, chunks: int = 1) -> None:
+        """Add to a figure, from any thread."""
+        with self._lock:
+            self.figures[figure] += chunks
+
+    # -- on the engine's thread --------------------------------------------------------------------------
+
+    def wanted(self, take: Take) -> bool:
+        """Whether the rows of a chunk have to be copied off the device: nobody has them yet."""
+        ref = take.ref
+        with self._lock:
+            known = ref.name in self._staged or self._tails.longer(ref.chunk_hash, ref.parent, take.ids) is not None
+        if known or self.store.covered([ref.name], self._model.layer_idxs):
+            self.count("reused")
+            return False
+        return True
+
+    def room(self, nbytes: int) -> bool:
+        """Wait, ``store_wait_ms`` at most, until so many more bytes may be on their way."""
+        limit = max(_MIN_STAGED, self._settings.hot_bytes // 4)
+        with self._room:
+            if self._room.wait_for(
+                lambda: not self._staged or self._staged_bytes + nbytes <= limit, self._settings.store_wait_ms / 1000
+            ):
+                return True
+        self.count("lost")
+        self.store.metrics.loss("no_room")
+        return False
+
+    def put(self, take: Take, rows: HostRows) -> None:
+        """Store a chunk, behind."""
+        self.count("taken")
+        with self._lock:
+            self._staged[take.ref.name] = rows.nbytes
+            self._staged_bytes += rows.nbytes
+        self._thread.submit(lambda: self._put(take, rows))
+
+    def finished(self, finish: Finish) -> None:
+        """Record a request, after all that was put before."""
+        if finish.record is not None:
+            self._thread.submit(lambda: self._unrecorded.append(finish))
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was put here is on disk and recorded."""
+        return self._thread.idle and not self._unrecorded
+
+    def rows(self, refs: Sequence[ChunkRef]) -> dict[int, Any]:
+        """The rows of a sequence as far as the tiers have them, native dtype: position of layer → rows.
+
+        Waits for those that are on their way.
+        """
+        names = [ref.name for ref in refs]
+        with self._room:
+            self._room.wait_for(lambda: self._staged.keys().isdisjoint(names), self._settings.read_timeout_sec)
+        found = self.store.retrieve(refs, self._model.layer_idxs, None)
+        return {position: found[idx] for position, idx in enumerate(self._model.layer_idxs) if idx in found}
+
+    def close(self) -> None:
+        """Bring everything to disk and end. Idempotent; bounded in time, and says what was left behind."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        deadline = time.monotonic() + _DRAIN_SEC
+        if not self._thread.close(_DRAIN_SEC):
+            logger.warning("hidden states: %d chunk(s) on their way are lost", len(self._staged))
+        self.store.flush(max(0.0, deadline - time.monotonic()))
+        self._drop_superseded()
+        self._record(final=True)
+        if self._owned:
+            self.store.close()
+        self._records.close()
+        logger.info("hidden states of this run: %s", ", ".join(f"{k} {v}" for k, v in sorted(self.figures.items())))
+
+    # -- on the capture's thread -------------------------------------------------------------------------
+
+    def _put(self, take: Take, rows: HostRows) -> None:
+        ref = take.ref
+        try:
+            layers = dict(zip(self._model.layer_idxs, rows.wait(), strict=True))
+            # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
+            self.store.store([ref], bytes(ref.start * TOKEN_BYTES) + take.ids, layers, ref.start)
+        finally:
+            with self._room:
+                self._staged_bytes -= self._staged.pop(ref.name)
+                self._room.notify_all()
+        if not self.store.covered([ref.name], self._model.layer_idxs):
+            self.count("lost")
+            return
+        with self._lock:
+            tails = list(self._tails.shorter(ref.parent, take.ids))
+            self._tails.add(ref.chunk_hash, ref.parent, take.ids)
+            for tail in tails:
+                self._tails.forget(tail)
+        if tails:
+            self._superseded[ref.name] = [self._tails.name(tail) for tail in tails]
+
+    def _chores(self) -> None:
+        self._drop_superseded()
+        self._record(final=False)
+
+    def _drop_superseded(self) -> None:
+        """Drop the tails of chunks that are on disk by now: before that, a crash would lose both."""
+        first = self._model.layer_idxs[0]
+        for name in [name for name in self._superseded if self.store.has(name, first)[1]]:
+            self.count("tails_dropped", self.store.drop(self._superseded.pop(name)))
+
+    def _record(self, *, final: bool) -> None:
+        """Write the records of requests whose rows are on disk, so that a crash never leaves a record alone."""
+        now = self._unrecorded if final else self._unrecorded[:_RECORDS_PER_LOOK]
+        waiting = self._unrecorded[len(now) :]
+        for finish in now:
+            refs = self._successors(finish)
+            refs = refs[: self.store.covered([ref.name for ref in refs], self._model.layer_idxs)]
+            missing = [n for n, ref in enumerate(refs) if not self.store.has(ref.name, self._model.layer_idxs[0])[1]]
+            if missing and not final:
+                waiting.append(finish)
+            else:
+                self._write_record(finish, refs[: missing[0]] if missing else refs)
+        self._unrecorded = waiting
+
+    def _successors(self, finish: Finish) -> list[ChunkRef]:
+        """The chunks of a request; where a longer one has made its tail superfluous, that one."""
+        refs = list(finish.refs)
+        if finish.takes:
+            tail = finish.takes[-1]
+            with self._lock:
+                longer = self._tails.longer(tail.ref.chunk_hash, tail.ref.parent, tail.ids)
+            if longer is not None:
+                refs[-1] = refs[-1]._replace(chunk_hash=longer, name=self._tails.name(longer))
+        return refs
+
+    def _write_record(self, finish: Finish, refs: Sequence[ChunkRef]) -> None:
+        if not refs:
+            self.count("records_empty")
+            return
+        last = refs[-1]
+        record = {
+            **(finish.record or {}),
+            "created_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "num_tokens": last.end,
+            "prefix": last.prefix.hex(),
+            "parent_prefix": refs[-2].prefix.hex() if len(refs) > 1 else "",
+            "last_chunk": last.chunk_hash,
+            "capture": json.loads(self._model.capture),
+        }
+        try:
+            self._records.append(record)
+            self.count("records")
+        except OSError as error:
+            self.count("records_lost")
+            logger.warning("the record of request %s is not written: %s", finish.req_id, error)
+
+    def _recall_tails(self) -> None:
+        """Remember the most recent chunks of earlier runs, so that their tails can go when they are outgrown."""
+        files = FileLayer()
+        found = (file for file in scan_chunks(self.store.directory) if file.name)
+        for file in heapq.nlargest(LIMIT, found, key=lambda file: file.mtime_ns)[::-1]:
+            try:
+                header = read_header(files, file.path)
+            except (BadChunk, OSError) as error:
+                logger.debug("%s is passed over: %s", os.path.basename(file.path), error)
+                continue
+            with self._lock:
+                self._tails.add(header.meta.chunk_hash, header.meta.parent, header.token_ids)

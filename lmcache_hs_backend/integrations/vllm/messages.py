@@ -1,0 +1,57 @@
+"""What the scheduler's half of the connector tells the worker's half, once per step.
+
+Plain data that vLLM may pickle between processes. Blocks are numbers of the hidden-states cache group.
+It imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.chunk import ChunkRef
+
+
+class Take(NamedTuple):
+    """Rows that are final: those of one chunk. ``blocks`` hold tokens ``ref.start`` to ``ref.end``, in order."""
+
+    req_id: str
+    ref: ChunkRef
+    ids: bytes  # the chunk's token ids, int64
+    blocks: list[int]
+
+
+class RequestFile(NamedTuple):
+    """The file of one request. ``problem``: there will be none, and why; empty text: nobody waits for it."""
+
+    path: str
+    ids: bytes  # token ids of its rows, from token 0 on
+    blocks: list[int]
+    problem: str | None = None
+
+
+class Finish(NamedTuple):
+    """A request has ended. ``refs``: all its chunks, when they go to the tiers; ``record``: see records."""
+
+    req_id: str
+    takes: list[Take]
+    refs: list[ChunkRef]
+    record: dict[str, Any] | None
+    file: RequestFile | None
+
+
+@dataclass
+class Step:
+    """One scheduler step.
+
+    ``written``: the blocks that this step's forward writes, and whether from their first token on.
+    ``foreign``: blocks whose KV another connector loads, so that no forward ever writes their rows.
+    """
+
+    tokens: int = 0
+    takes: list[Take] = field(default_factory=list)
+    finished: list[Finish] = field(default_factory=list)
+    new_files: dict[str, str] = field(default_factory=dict)
+    written: list[tuple[int, bool]] = field(default_factory=list)
+    foreign: list[int] = field(default_factory=list)
+    preempted: bool = False

@@ -1,0 +1,208 @@
+"""The scheduler's half of the connector: which rows are final, step by step, and what a request was.
+
+It follows each request's tokens and blocks, and tells the worker's half when a chunk is complete. It holds
+no rows and touches no disk. It imports no vLLM: requests and scheduler outputs are vLLM's, by duck typing.
+
+A row is final when its token is known and a forward has seen it. Tokens that are only proposed (the
+``extract_hidden_states`` method proposes one per step) are not known yet, and their rows are overwritten
+when they turn out wrong, so nothing beyond the known tokens is ever taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_hs_backend.integrations.vllm.files import confined, default_path
+from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
+from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Keying, images_of
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Tracked:
+    """A request that has been scheduled, or is about to be."""
+
+    request: Any
+    sequence: ChunkedSequence | None  # None: its rows depend on more than tokens, and go to no tier
+    blocks: list[int] = field(default_factory=list)
+    started: bool = False  # rows have been computed for it
+    begins: bool = True  # it got its blocks in this step, for the first time or after a preemption
+    path: str = ""
+
+
+class Scheduler:
+    """Follows the requests of one engine."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        keying: Keying,
+        group: int,
+        block_size: int,
+        hand_over: Callable[[Finish], bool | None],
+    ) -> None:
+        """``group`` is the hidden-states cache group, ``block_size`` its own.
+
+        ``hand_over`` gives a finished request to a worker in this process and says whether its blocks are still
+        needed; None when there is no such worker.
+        """
+        self._settings = settings
+        self._keying = keying
+        self._group = group
+        self._block_size = block_size
+        self._hand_over = hand_over
+        self._tracked: dict[str, _Tracked] = {}
+        self._local: dict[str, int] = {}  # request → tokens found in vLLM's own prefix cache
+        self._finished: list[Finish] = []
+
+    def found_locally(self, request: Any, num_tokens: int) -> None:
+        """vLLM's own prefix cache has so many tokens of a request that is about to start."""
+        self._local[request.request_id] = num_tokens
+
+    def allocated(self, request: Any) -> None:
+        """A request has got blocks: it starts, or starts again."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            self._tracked[request.request_id] = _Tracked(request, self._sequence(request))
+        else:
+            tracked.begins = True
+
+    def step(self, output: Any) -> Step:
+        """What the worker has to know about a step that is about to run."""
+        step = Step(tokens=output.total_num_scheduled_tokens, preempted=bool(output.preempted_req_ids))
+        step.finished, self._finished = self._finished, []
+        self._follow_blocks(output, step)
+        for req_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(req_id)
+            if tracked is not None:
+                self._follow(req_id, tracked, scheduled, step)
+        return step
+
+    def finish(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended, its ``blocks`` are still there. Whether they are needed, and what its client gets."""
+        req_id = request.request_id
+        self._local.pop(req_id, None)
+        tracked = self._tracked.pop(req_id, None)
+        if tracked is None or not tracked.started:
+            return False, None
+        computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        end = min(computed, request.num_tokens - 1)
+        takes, record = [], None
+        answer: dict[str, Any] = {}
+        if tracked.sequence is not None:
+            takes = [
+                Take(req_id, ref, ids, self._blocks(blocks, ref.start, ref.end))
+                for ref, ids in tracked.sequence.close(request.all_token_ids, max(end, tracked.sequence.end))
+            ]
+            record = self._record(request, end)
+            if tracked.sequence.refs:
+                answer["hidden_states_last_chunk"] = tracked.sequence.refs[-1].chunk_hash
+        file = self._file(tracked, end, blocks) if tracked.path else None
+        if file is not None:
+            answer["hidden_states_path"] = file.path
+        refs = [] if tracked.sequence is None else tracked.sequence.refs
+        finish = Finish(req_id, takes, refs, record, file)
+        held = self._hand_over(finish)
+        if held is None:
+            self._finished.append(finish)
+        return held is not False, answer or None
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _sequence(self, request: Any) -> ChunkedSequence | None:
+        if not self._settings.to_tiers:
+            return None
+        if request.prompt_embeds is not None or request.lora_request is not None:
+            logger.info("request %s is not captured: embeddings or a LoRA adapter, not only tokens", request.request_id)
+            return None
+        return ChunkedSequence(self._keying, self._settings.chunk_size, images_of(request.mm_features))
+
+    def _follow_blocks(self, output: Any, step: Step) -> None:
+        for new in output.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is None:
+                continue
+            tracked.blocks = list(new.block_ids[self._group])
+            if self._settings.to_files and not tracked.path:  # a resumed request may come as new again
+                tracked.path = step.new_files[new.req_id] = self._path(tracked.request)
+        cached = output.scheduled_cached_reqs
+        for req_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            tracked = self._tracked.get(req_id)
+            if tracked is None or new_blocks is None:
+                continue
+            if req_id in cached.resumed_req_ids:
+                tracked.blocks = list(new_blocks[self._group])
+            else:
+                tracked.blocks.extend(new_blocks[self._group])
+
+    def _follow(self, req_id: str, tracked: _Tracked, scheduled: int, step: Step) -> None:
+        request, size = tracked.request, self._block_size
+        computed = request.num_computed_tokens  # before this step
+        end = computed + scheduled
+        tracked.started = True
+        if tracked.begins:
+            tracked.begins = False
+            local = self._local.pop(req_id, computed)
+            step.foreign += self._blocks(tracked.blocks, local, computed)
+        # With asynchronous scheduling "computed" counts proposed tokens that may yet be rejected: begin before them.
+        begin = max(0, computed - request.num_in_flight_tokens)
+        written = self._blocks(tracked.blocks, begin, end)
+        step.written += [(block, (begin // size + n) * size >= computed) for n, block in enumerate(written)]
+        if tracked.sequence is not None:
+            for ref, ids in tracked.sequence.advance(request.all_token_ids, min(end, request.num_tokens)):
+                step.takes.append(Take(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
+
+    def _blocks(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """The blocks that hold tokens ``start`` to ``end``."""
+        return list(blocks[start // self._block_size : -(-end // self._block_size)]) if start < end else []
+
+    def _path(self, request: Any) -> str:
+        settings = self._settings
+        default = default_path(settings.shared_storage_path, request.request_id)
+        asked = (request.kv_transfer_params or {}).get("hidden_states_path")
+        if asked is None:
+            return default
+        if not settings.allow_custom_save_path:
+            reason = "allow_custom_save_path is off"
+        elif confined(asked, settings.save_roots):
+            return str(asked)
+        else:
+            reason = f"it must be an absolute path inside {', '.join(settings.save_roots)}"
+        logger.warning(
+            "request %s: hidden_states_path is ignored (%s), %s is used", request.request_id, reason, default
+        )
+        return default
+
+    def _file(self, tracked: _Tracked, end: int, blocks: Sequence[int]) -> RequestFile:
+        request = tracked.request
+        if (request.kv_transfer_params or {}).get("include_output_tokens", False):
+            # Not the last token: it was sampled, and no forward has seen it.
+            token_ids = list(request.all_token_ids)[:-1]
+        else:
+            token_ids = list(request.prompt_token_ids or ())
+        problem = None
+        if _reason(request) == "abort":
+            problem = ""  # its client has gone
+        elif len(token_ids) > end:
+            problem = f"the request ended ({_reason(request)}) after {end} of {len(token_ids)} tokens"
+        ids = array("q", token_ids).tobytes()
+        return RequestFile(tracked.path, ids, self._blocks(blocks, 0, len(token_ids)), problem)
+
+    def _record(self, request: Any, end: int) -> dict[str, Any]:
+        return {
+            "request_id": request.request_id,
+            "prompt_tokens": request.num_prompt_tokens,
+            "generated_tokens": request.num_output_tokens,
+            "expected_tokens": end,
+            "finish_reason": _reason(request),
+        }
+
+
+def _reason(request: Any) -> str:
+    return str(request.get_finished_reason())

@@ -1,0 +1,96 @@
+"""The chunks of one growing sequence, named without LMCache.
+
+A chunk's hash is xxh3_128 over its parent's hash and its token ids (int64), so it depends on every token
+before it, and equal prefixes get equal names in any process and at any time. It imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from lmcache_hs_backend.chunk import ChunkRef, chunk_name
+
+HASH_ALGORITHM = "xxh3_128 of the parent's hash and int64 token ids"
+
+
+def chunk_hash(parent: str, ids: bytes, extra: str = "") -> str:
+    """The hash of a chunk in hex. ``parent`` is its predecessor's, empty for the first one of a sequence.
+
+    ``extra`` stands for what the rows depend on beside token ids: the images under the placeholders.
+    """
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(parent) + ids + extra.encode())
+
+
+class Keying(NamedTuple):
+    """How a chunk hash becomes a full key, in the form of LMCache's."""
+
+    model: str
+    dtype: str
+
+    def key(self, hash_hex: str) -> str:
+        return f"{self.model}@1@0@{hash_hex}@{self.dtype}"
+
+
+class Image(NamedTuple):
+    """A multi-modal input: which one, and the tokens that stand for it."""
+
+    identifier: str
+    start: int
+    end: int
+
+
+class ChunkedSequence:
+    """Cuts a sequence into chunks as its tokens become known."""
+
+    def __init__(self, keying: Keying, chunk_size: int, images: Iterable[Image] = ()) -> None:
+        self.refs: list[ChunkRef] = []
+        self._keying = keying
+        self._chunk_size = chunk_size
+        self._images = sorted(images, key=lambda image: image.start)
+        self._digest = xxhash.xxh3_128()
+        self._parent = ""
+
+    @property
+    def end(self) -> int:
+        """Tokens in chunks so far."""
+        return self.refs[-1].end if self.refs else 0
+
+    def advance(self, token_ids: Sequence[int], end: int) -> list[tuple[ChunkRef, bytes]]:
+        """The full chunks that end at or before token ``end`` and are new, with their token ids."""
+        added = []
+        while self.end + self._chunk_size <= end:
+            added.append(self._add(token_ids, self.end + self._chunk_size))
+        return added
+
+    def close(self, token_ids: Sequence[int], end: int) -> list[tuple[ChunkRef, bytes]]:
+        """``advance``, and the shorter last chunk, if tokens are left over. Nothing may follow."""
+        added = self.advance(token_ids, end)
+        if self.end < end:
+            added.append(self._add(token_ids, end))
+        return added
+
+    def _add(self, token_ids: Sequence[int], end: int) -> tuple[ChunkRef, bytes]:
+        start = self.end
+        ids = array("q", token_ids[start:end]).tobytes()
+        self._digest.update(ids)
+        hash_hex = chunk_hash(self._parent, ids, self._extra(start, end))
+        key = self._keying.key(hash_hex)
+        ref = ChunkRef(chunk_name(key), start, end, self._digest.digest(), key, hash_hex, self._parent, None)
+        self.refs.append(ref)
+        self._parent = hash_hex
+        return ref, ids
+
+    def _extra(self, start: int, end: int) -> str:
+        return "".join(f"{i.identifier}@{i.start - start};" for i in self._images if i.start < end and i.end > start)
+
+
+def images_of(mm_features: Iterable[Any]) -> list[Image]:
+    """vLLM's multi-modal features of a request."""
+    return [
+        Image(feature.identifier, feature.mm_position.offset, feature.mm_position.offset + feature.mm_position.length)
+        for feature in mm_features
+    ]

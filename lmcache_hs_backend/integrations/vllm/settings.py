@@ -1,0 +1,80 @@
+"""The connector's settings: those of the tiers without their prefix, and the example connector's own.
+
+They stand in ``kv_connector_extra_config``. Parsing, limits and the text of errors are those of
+``config``; this module only adds fields. It imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_hs_backend.config import (
+    GIB,
+    TieredConfig,
+    _boolean,
+    _choice,
+    _number,
+    _path,
+    _setting,
+)
+
+
+def label(name: str) -> str:
+    """What the user wrote for a setting, for errors."""
+    return f"kv_connector_extra_config['{name}']"
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    try:
+        return tuple(_path(item) for item in ([value] if isinstance(value, str) else list(value)))
+    except (TypeError, ValueError):
+        raise ValueError("a directory or a list of directories") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorSettings(TieredConfig):
+    """TieredConfig, with rows written back at once, and what only the connector needs."""
+
+    write_back_sec: float = _setting(0.0, _number(0), "seconds after which a dirty chunk is written anyway")
+    chunk_size: int = _setting(256, _number(16, 65536, integer=True), "tokens of a chunk")
+    hot_size: float = _setting(2.0, _number(0, above=True), "GB of the hot tier")
+    emit: str = _setting(
+        "tiers", _choice("tiers", "files", "both"), "where rows go: chunks, one file per request, or both"
+    )
+    shared_storage_path: str = _setting("/tmp", _path, "directory of the files, one per request")
+    num_writer_threads: int = _setting(8, _number(1, 64, integer=True), "threads that write those files")
+    use_synchronization_lock: bool = _setting(
+        True, _boolean, "hold a lock beside each file until it is there, for clients that wait for it"
+    )
+    allow_custom_save_path: bool = _setting(False, _boolean, "let a request name its file, inside custom_save_roots")
+    custom_save_roots: tuple[str, ...] = _setting(
+        (), _paths, "directories that a request's file may lie in; default: shared_storage_path"
+    )
+
+    @property
+    def hot_bytes(self) -> int:
+        return int(self.hot_size * GIB)
+
+    @property
+    def to_tiers(self) -> bool:
+        return self.emit != "files"
+
+    @property
+    def to_files(self) -> bool:
+        return self.emit != "tiers"
+
+    @property
+    def save_roots(self) -> tuple[str, ...]:
+        """The directories that files may lie in, their symbolic links resolved."""
+        roots = (self.shared_storage_path, *(self.custom_save_roots if self.allow_custom_save_path else ()))
+        return tuple(os.path.realpath(root) for root in roots)
+
+    @classmethod
+    def from_connector(cls, extra_config: Mapping[str, Any] | None) -> ConnectorSettings:
+        """Raises ConfigError, which names the key, the value and what is allowed."""
+        settings = cls.from_mapping(extra_config or {}, label)
+        assert isinstance(settings, cls)  # from_mapping builds the class that it is called on
+        return settings

@@ -1,0 +1,186 @@
+"""The worker's half of the connector: copies final rows off the device, and hands them on.
+
+It runs on the engine's thread of the process that has the device, and only on the tensor-parallel rank
+that writes (rank 0; all ranks have the same rows). Every step tells it which rows have become final, and
+it takes them between two forwards. What it never does is wait for a disk.
+
+Rows are read only where a forward has written them. Two things leave blocks of the cache without: KV that
+another connector loads (the scheduler's half names those blocks), and steps in which vLLM leaves the
+hidden states out (its runner does when a request of the batch is too long for the "drafter"; with one length
+limit for both, as vLLM sets it up, that should not happen). Blocks like that are remembered until they are
+written anew from their first token on, since vLLM's prefix cache gives them to later requests as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from lmcache_hs_backend.integrations.vllm.capture import Capture
+from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache, HostRows
+from lmcache_hs_backend.integrations.vllm.files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks
+from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
+
+logger = logging.getLogger(__name__)
+
+_FILES_CLOSE_SEC = 30.0
+_WARN_EVERY_SEC = 60.0
+
+#: Workers of this process by engine. A scheduler in the same process hands finished requests over at once:
+#: without vLLM's own engine process there is no further step after the last request, which would tell them.
+in_this_process: weakref.WeakValueDictionary[str, Worker] = weakref.WeakValueDictionary()
+
+
+class Worker:
+    """Takes rows from one engine's cache."""
+
+    def __init__(
+        self,
+        cache: HiddenStatesCache,
+        capture: Capture | None,
+        files: RequestFiles | None,
+        engine: EngineChunks | None = None,
+    ) -> None:
+        """``engine``: the capture's store is an LMCache engine's, whose names chunks get."""
+        self.capture = capture
+        self._engine = engine
+        self._cache = cache
+        self._files = files
+        self._unwritten: set[int] = set()  # blocks whose rows no forward has written
+        self._wrote = False  # the hidden states of this step are in the cache
+        self._copies: dict[str, list[torch.cuda.Event]] = {}  # request → copies that may still read its blocks
+        self._ended: set[str] = set()  # finished requests whose blocks wait for their copies
+        self._warned = 0.0
+
+    def wrote_hidden_states(self) -> None:
+        """The forward of this step has put its hidden states into the cache."""
+        self._wrote = True
+
+    def before_step(self, step: Step) -> None:
+        """Blocks of preempted requests are about to be written by others."""
+        if step.preempted:
+            self._cache.protect()
+
+    def announce(self, step: Step) -> None:
+        """Lock the files of new requests, before any client can know of them."""
+        if self._files is not None:
+            for req_id, path in step.new_files.items():
+                self._files.announce(req_id, path)
+
+    def after_step(self, step: Step) -> None:
+        """The rows of a step are in the cache: take what has become final."""
+        self._heed(step)
+        for take in step.takes if self._engine is None else self._engine.takes(step.takes):
+            self._take(take)
+        self._wrote = False
+
+    def finish(self, finish: Finish) -> bool:
+        """A request has ended: take its last rows. True when its blocks are needed until ``reported``."""
+        if self._engine is not None:
+            finish = self._engine.finish(finish)
+        for take in finish.takes:
+            self._take(take)
+        if finish.file is not None and self._files is not None:
+            self._write_file(finish, finish.file, self._files)
+        if self.capture is not None:
+            self.capture.finished(finish)
+        self._forget_arrived(finish.req_id)
+        if finish.req_id not in self._copies:
+            return False
+        self._ended.add(finish.req_id)
+        return True
+
+    def hold(self, req_id: str) -> None:
+        """The blocks of a finished request are kept until it is reported, copies or not."""
+        self._ended.add(req_id)
+
+    def reported(self) -> set[str]:
+        """Finished requests whose blocks may be freed now; each is reported once."""
+        for req_id in list(self._copies):
+            self._forget_arrived(req_id)
+        done = {req_id for req_id in self._ended if req_id not in self._copies}
+        self._ended -= done
+        return done
+
+    def close(self) -> None:
+        """Finish what is under way. Idempotent."""
+        if self._files is not None:
+            if not self._files.close(_FILES_CLOSE_SEC):
+                logger.warning("hidden states: not all files are written")
+            self._files = None
+        if self.capture is not None:
+            self.capture.close()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _heed(self, step: Step) -> None:
+        """Keep the account of blocks that have no rows."""
+        self._unwritten.update(step.foreign)
+        if not step.tokens:
+            return
+        if self._wrote:
+            self._unwritten.difference_update(block for block, from_start in step.written if from_start)
+            return
+        self._unwritten.update(block for block, _ in step.written)
+        if time.monotonic() > self._warned + _WARN_EVERY_SEC:
+            self._warned = time.monotonic()
+            logger.warning(
+                "vLLM computed %d token(s) without their hidden states, as it does for a whole batch when one of its "
+                "requests is too long for the drafter; those rows are missing",
+                step.tokens,
+            )
+
+    def _take(self, take: Take) -> None:
+        capture = self.capture
+        if capture is None or not capture.wanted(take):
+            return
+        if not self._unwritten.isdisjoint(take.blocks):
+            capture.count("not_computed")
+            return
+        num_tokens = take.ref.num_tokens
+        nbytes = num_tokens * self._cache.num_layers * self._cache.hidden_dim * self._cache.dtype.itemsize
+        if capture.room(nbytes):
+            rows = self._cache.layers(take.blocks, take.ref.start, num_tokens)
+            self._remember(take.req_id, rows)
+            capture.put(take, rows)
+
+    def _write_file(self, finish: Finish, file: RequestFile, files: RequestFiles) -> None:
+        if file.problem is not None:
+            files.fail(finish.req_id, file.path, file.problem)
+            return
+        num_tokens = len(file.ids) // 8
+        source: Callable[[], torch.Tensor]
+        if self._unwritten.isdisjoint(file.blocks):
+            rows = self._cache.tokens(file.blocks, num_tokens)
+            self._remember(finish.req_id, rows)
+            source = lambda: rows.wait()[0]  # noqa: E731 - two sources of one type
+        else:
+            source = lambda: self._from_tiers(finish, num_tokens)  # noqa: E731
+        files.write(finish.req_id, file.path, source, file.ids)
+
+    def _from_tiers(self, finish: Finish, num_tokens: int) -> torch.Tensor:
+        """Rows that this engine has not computed. Raises LookupError when the tiers do not have them all."""
+        found = self.capture.rows(finish.refs) if self.capture is not None else {}
+        have = min((rows.shape[0] for rows in found.values()), default=0)
+        if have < num_tokens:
+            raise LookupError(
+                f"not covered: the KV of some of the {num_tokens} tokens came from another connector, or vLLM left "
+                f"their hidden states out, and the tiers have the rows of {have} of them"
+            )
+        return torch.stack([found[layer][:num_tokens] for layer in range(self._cache.num_layers)], dim=1)
+
+    def _remember(self, req_id: str, rows: HostRows) -> None:
+        if rows.arrived is not None:
+            self._copies.setdefault(req_id, []).append(rows.arrived)
+
+    def _forget_arrived(self, req_id: str) -> None:
+        under_way = [e for e in self._copies.get(req_id, ()) if not e.query()]  # type: ignore[no-untyped-call]
+        if under_way:
+            self._copies[req_id] = under_way
+        else:
+            self._copies.pop(req_id, None)

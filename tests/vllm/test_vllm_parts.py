@@ -1,0 +1,380 @@
+"""The parts of the vLLM connector that need no vLLM: naming of chunks, tails, files, records, settings, capture."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import ColdPath
+from safetensors.torch import load_file
+from waiting import wait_until
+
+from lmcache_hs_backend.chunk import prefix_digests
+from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
+from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
+from lmcache_hs_backend.integrations.vllm.files import RequestFiles, confined, default_path
+from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
+from lmcache_hs_backend.integrations.vllm.records import RecordWriter
+from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Image, Keying
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
+from lmcache_hs_backend.integrations.vllm.tails import Tails
+from lmcache_hs_backend.integrations.vllm.worker import Worker
+from lmcache_hs_backend.tiers.namespace import NamespaceId
+
+KEYING = Keying("model", "bfloat16")
+CHUNK, BLOCK, LAYERS, HIDDEN = 16, 8, (2, 5), 32
+
+
+def named(ids: list[int], images: tuple[Image, ...] = ()) -> list[str]:
+    sequence = ChunkedSequence(KEYING, CHUNK, images)
+    sequence.close(ids, len(ids))
+    return [ref.chunk_hash for ref in sequence.refs]
+
+
+# -- names -----------------------------------------------------------------------------------------------
+
+
+def test_chunks_have_the_same_names_however_a_sequence_grows() -> None:
+    ids = list(range(100, 150))
+    whole, steps = ChunkedSequence(KEYING, CHUNK), ChunkedSequence(KEYING, CHUNK)
+    whole.close(ids, 50)
+    for end in (5, 16, 17, 47):
+        steps.advance(ids[:end], end)
+    steps.close(ids, 50)
+    assert whole.refs == steps.refs
+    assert [(ref.start, ref.end) for ref in whole.refs] == [(0, 16), (16, 32), (32, 48), (48, 50)]
+    digests = prefix_digests(array("q", ids).tobytes(), [16, 32, 48, 50])
+    assert [ref.prefix for ref in whole.refs] == list(digests)
+    assert [ref.parent for ref in whole.refs] == ["", *(ref.chunk_hash for ref in whole.refs[:-1])]
+
+
+def test_an_early_token_changes_the_names_of_all_chunks_after_it() -> None:
+    ids = list(range(64))
+    other = [*ids[:20], 999, *ids[21:]]
+    assert [a == b for a, b in zip(named(ids), named(other), strict=True)] == [True, False, False, False]
+
+
+def test_the_image_under_placeholders_is_part_of_a_name_from_its_chunk_on() -> None:
+    ids = [7] * 64
+    one, two = (named(ids, (Image(name, 20, 30),)) for name in ("cat", "dog"))
+    assert [a == b for a, b in zip(one, two, strict=True)] == [True, False, False, False]
+    assert one[0] == named(ids)[0]
+
+
+def test_a_tail_is_superfluous_when_a_longer_chunk_begins_with_it() -> None:
+    tails = Tails(KEYING, CHUNK)
+    sequence = ChunkedSequence(KEYING, CHUNK)
+    ((ref, ids),) = sequence.close(list(range(10)), 10)
+    longer = ChunkedSequence(KEYING, CHUNK)
+    ((long_ref, long_ids),) = longer.close(list(range(16)), 16)
+    tails.add(ref.chunk_hash, ref.parent, ids)
+    assert list(tails.shorter(long_ref.parent, long_ids)) == [ref.chunk_hash]
+    assert tails.longer(ref.chunk_hash, ref.parent, ids) is None
+    tails.add(long_ref.chunk_hash, long_ref.parent, long_ids)
+    assert tails.longer(ref.chunk_hash, ref.parent, ids) == long_ref.chunk_hash
+    tails.forget(long_ref.chunk_hash)
+    assert tails.longer(ref.chunk_hash, ref.parent, ids) is None
+
+
+def test_a_tail_over_an_image_is_not_taken_for_one_over_text() -> None:
+    tails = Tails(KEYING, CHUNK)
+    sequence = ChunkedSequence(KEYING, CHUNK, [Image("cat", 2, 5)])
+    ((ref, ids),) = sequence.close(list(range(10)), 10)
+    tails.add(ref.chunk_hash, ref.parent, ids)
+    assert list(tails.shorter("", array("q", range(16)).tobytes())) == []
+
+
+# -- settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"chunksize": 64}, r"kv_connector_extra_config\['chunksize'\] is not a setting.*chunk_size"),
+        ({"emit": "all"}, r"kv_connector_extra_config\['emit'\] is 'all', but must be 'tiers' or 'files' or 'both'"),
+        ({"hot_size": 0}, "hot_size.*above 0"),
+        ({"custom_save_roots": 3}, "custom_save_roots.*directories"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ConnectorSettings.from_connector(wrong)
+
+
+def test_rows_are_written_back_at_once_unless_told_otherwise() -> None:
+    assert ConnectorSettings.from_connector({}).write_back_sec == 0
+    assert ConnectorSettings.from_connector({"write_back_sec": 9}).write_back_sec == 9
+
+
+def test_an_untested_vllm_is_refused_at_import_in_words(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "version.py").write_text("__version__ = '0.44.1+cpu'\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import lmcache_hs_backend.integrations.vllm.connector"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert "tested with vLLM 0.32.x, but vLLM 0.44.1+cpu is installed" in last
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+def test_only_plain_names_inside_the_roots_are_paths(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    (root / "file").symlink_to(outside / "x")
+    roots = [os.path.realpath(root)]
+    assert confined(str(root / "a.safetensors"), roots)
+    assert confined(str(root / "new" / "a.safetensors"), roots)
+    for path in (
+        "a.safetensors", str(outside / "a"), str(root / ".." / "outside" / "a"), str(root / "link" / "a"),
+        str(root / "file"), str(root), str(root / "a.lock"), str(root / ".hidden"), f"{root}-more/a", "\0", 7, None,
+    ):  # fmt: skip
+        assert not confined(path, roots), path
+
+
+def test_a_request_id_that_is_no_file_name_does_not_become_one() -> None:
+    assert default_path("/d", "cmpl-12-ab") == "/d/cmpl-12-ab.safetensors"
+    for bad in ("../x", "a/b", ".hidden", "", "x" * 300, "a\0b", "\ud800"):
+        path = default_path("/d", bad)
+        assert os.path.dirname(path) == "/d"
+        assert os.path.basename(path).startswith("request-")
+
+
+@contextlib.contextmanager
+def request_files(root: Path, lock: bool = True) -> Iterator[RequestFiles]:
+    files = RequestFiles([os.path.realpath(root)], 2, lock=lock)
+    try:
+        yield files
+    finally:
+        assert files.close(10)
+
+
+def is_locked(path: Path) -> bool:
+    with open(path) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_file_is_locked_until_it_is_there_whole(tmp_path: Path) -> None:
+    path, rows = tmp_path / "d" / "a.safetensors", torch.ones(3, 2, 4, dtype=torch.bfloat16)
+    with request_files(tmp_path) as files:
+        files.announce("r", str(path))
+        assert is_locked(Path(f"{path}.lock"))
+        assert not path.exists()
+        files.write("r", str(path), lambda: rows, array("q", [1, 2, 3]).tobytes())
+        wait_until(lambda: not is_locked(Path(f"{path}.lock")))
+        data = load_file(path)
+    assert torch.equal(data["hidden_states"], rows)
+    assert data["token_ids"].tolist() == [1, 2, 3]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["a.safetensors", "a.safetensors.lock"]
+
+
+def test_an_error_leaves_a_marker_before_the_lock_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+
+    def fail() -> torch.Tensor:
+        raise OSError("the disk is full")
+
+    with request_files(tmp_path) as files:
+        files.announce("r", str(path))
+        files.write("r", str(path), fail, b"")
+        wait_until(lambda: not is_locked(Path(f"{path}.lock")))
+        assert json.loads(Path(f"{path}.error").read_text()) == {"error": "the disk is full"}
+        assert not path.exists()
+
+
+def test_a_request_that_nobody_waits_for_leaves_nothing(tmp_path: Path) -> None:
+    with request_files(tmp_path) as files:
+        files.announce("r", str(tmp_path / "a.safetensors"))
+        files.fail("r", str(tmp_path / "a.safetensors"), "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_became_a_link_out_of_the_roots_is_not_written_through(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    (root / "d").mkdir(parents=True)
+    with request_files(root, lock=False) as files:
+        (root / "d").rmdir()
+        (root / "d").symlink_to(outside)
+        files.write("r", str(root / "d" / "a.safetensors"), lambda: torch.ones(1, 1, 1), b"\0" * 8)
+    assert list(outside.iterdir()) == []
+
+
+# -- records ---------------------------------------------------------------------------------------------
+
+
+def test_records_rotate_and_a_new_process_begins_a_new_file(tmp_path: Path) -> None:
+    first = RecordWriter(str(tmp_path), 0o700, rotate_bytes=100)
+    for number in range(4):
+        first.append({"request_id": str(number), "padding": "x" * 30})
+    first.close()
+    second = RecordWriter(str(tmp_path), 0o700)
+    second.append({"request_id": "4"})
+    second.close()
+    paths = sorted((tmp_path / "sequences").iterdir())
+    assert len(paths) > 2
+    assert [json.loads(line)["request_id"] for p in paths for line in p.read_text().splitlines()] == list("01234")
+
+
+# -- from a cache to the tiers ---------------------------------------------------------------------------
+
+
+class Rig:
+    """A worker over a cache of random rows, as vLLM would drive it."""
+
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        self.directory = directory
+        self.cache = torch.randn(32, len(LAYERS), BLOCK, HIDDEN).to(torch.bfloat16)
+        settings = ConnectorSettings.from_connector(
+            {"cold_path": str(directory), "hot_size": 0.01, "max_cold_size": 0.1, "chunk_size": CHUNK, **changes}
+        )
+        ident = NamespaceId(model="model", kv_dtype="bfloat16", chunk_size=CHUNK)
+        self.capture = Capture(settings, Model(ident, KEYING, LAYERS, '{"source": "test"}', {}))
+        self.worker = Worker(HiddenStatesCache(self.cache), self.capture, None)
+
+    def takes(self, ids: list[int], blocks: list[int]) -> tuple[list[Take], ChunkedSequence]:
+        sequence = ChunkedSequence(KEYING, CHUNK)
+        chunks = sequence.close(ids, len(ids))
+        per_chunk = CHUNK // BLOCK
+        return [
+            Take("r", ref, data, blocks[n * per_chunk : (n + 1) * per_chunk]) for n, (ref, data) in enumerate(chunks)
+        ], sequence
+
+    def serve(self, ids: list[int], blocks: list[int], *, wrote: bool = True, foreign: tuple[int, ...] = ()) -> None:
+        """One step in which a whole request is computed, and its end."""
+        takes, sequence = self.takes(ids, blocks)
+        step = Step(tokens=len(ids), takes=takes, written=[(b, True) for b in blocks], foreign=list(foreign))
+        if wrote:
+            self.worker.wrote_hidden_states()
+        self.worker.after_step(step)
+        record = {"request_id": "r", "prompt_tokens": len(ids), "expected_tokens": len(ids)}
+        assert not self.worker.finish(Finish("r", takes[-1:], sequence.refs, record, None))
+        wait_until(lambda: self.capture.idle)
+
+    def right(self, ids: list[int], blocks: list[int], layer: int) -> torch.Tensor:
+        return torch.cat([self.cache[b, LAYERS.index(layer)] for b in blocks])[: len(ids)]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path / "cold")
+    yield made
+    made.worker.close()
+
+
+def test_rows_of_scattered_blocks_end_up_in_order_on_disk(rig: Rig) -> None:
+    ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
+    rig.serve(ids, blocks)
+    cold = ColdPath(str(rig.directory))
+    for layer in LAYERS:
+        assert torch.equal(cold.rows(ids, layer), rig.right(ids, blocks, layer))
+    (record,) = cold.records()
+    assert (record["num_tokens"], record["last_chunk"]) == (40, named(ids)[-1])
+    assert record["capture"] == {"source": "test"}
+    assert record["prefix"] == list(prefix_digests(array("q", ids).tobytes(), [32, 40]))[1].hex()
+
+
+def test_equal_prefixes_are_copied_once_also_after_a_restart(rig: Rig) -> None:
+    rig.serve(list(range(40)), [9, 3, 30, 1, 17])
+    rig.serve([*range(32), 99, 98], [10, 11, 12, 13, 14])
+    assert rig.capture.figures["taken"] == 4
+    rig.worker.close()
+    again = Rig(rig.directory)
+    again.serve(list(range(40)), [1, 2, 3, 4, 5])
+    assert again.capture.figures["taken"] == 0
+    again.worker.close()
+
+
+def test_a_tail_goes_when_a_longer_chunk_is_on_disk_and_its_record_still_leads_to_the_rows(rig: Rig) -> None:
+    rig.serve(list(range(20)), [9, 3, 30])
+    rig.serve(list(range(30)), [9, 3, 30, 8])
+    rig.worker.close()
+    cold = ColdPath(str(rig.directory))
+    assert sorted(len(chunk.token_ids) for chunk in cold.chunks) == [14, 16]
+    assert rig.capture.figures["tails_dropped"] == 1
+    short = cold.records()[0]
+    assert short["num_tokens"] == 20
+    assert len(cold.rows(list(range(20)), LAYERS[0])) == 20
+
+
+def test_a_shorter_request_after_a_longer_one_stores_no_tail_and_names_the_longer_chunk(rig: Rig) -> None:
+    rig.serve(list(range(30)), [9, 3, 30, 8])
+    rig.serve(list(range(20)), [9, 3, 30])
+    cold = ColdPath(str(rig.directory))
+    assert len(cold.chunks) == 2
+    assert [record["last_chunk"] for record in cold.records()] == [named(list(range(30)))[-1]] * 2
+
+
+def test_tails_of_an_earlier_run_are_known_again(rig: Rig) -> None:
+    rig.serve(list(range(20)), [9, 3, 30])
+    rig.worker.close()
+    again = Rig(rig.directory)
+    again.serve(list(range(30)), [9, 3, 30, 8])
+    again.worker.close()
+    assert sorted(len(chunk.token_ids) for chunk in ColdPath(str(rig.directory)).chunks) == [14, 16]
+
+
+def test_blocks_that_no_forward_has_written_are_not_read_until_they_are_written_anew(rig: Rig) -> None:
+    ids = list(range(32))
+    rig.serve(ids, [1, 2, 3, 4], foreign=(1, 2), wrote=False)
+    assert rig.capture.figures["not_computed"] == 3  # the second chunk is asked for once more at the end
+    assert ColdPath(str(rig.directory)).chunks == []
+    rig.serve([5, *ids], [6, 1, 3, 4, 7])  # a forward writes 1, 3 and 4; 2 is not touched
+    assert rig.capture.figures["not_computed"] == 3
+    step = Step(tokens=0, takes=rig.takes(list(range(50, 66)), [2, 8])[0])
+    rig.worker.after_step(step)
+    assert rig.capture.figures["not_computed"] == 4
+
+
+def test_a_file_of_rows_that_were_not_computed_comes_from_the_tiers_or_not_at_all(rig: Rig, tmp_path: Path) -> None:
+    ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
+    rig.serve(ids, blocks)
+    right = torch.stack([rig.right(ids, blocks, layer) for layer in LAYERS], dim=1)
+    files = RequestFiles([os.path.realpath(tmp_path)], 1, lock=False)
+    worker = Worker(HiddenStatesCache(torch.zeros_like(rig.cache)), rig.capture, files)
+    worker.after_step(Step(tokens=1, foreign=[20, 21, 22, 23, 24], written=[(25, True)]))
+    for name, sequence in (("known", ids), ("unknown", [77, *ids])):
+        takes, chunks = rig.takes(sequence, [20, 21, 22, 23, 24, 25])
+        file = RequestFile(str(tmp_path / name), array("q", sequence).tobytes(), [20, 21, 22, 23, 24])
+        worker.finish(Finish("r", takes[-1:], chunks.refs, None, file))
+    assert files.close(10)
+    assert torch.equal(load_file(tmp_path / "known")["hidden_states"], right)
+    assert not (tmp_path / "unknown").exists()
+    assert "not covered" in json.loads((tmp_path / "unknown.error").read_text())["error"]
+
+
+def test_close_brings_everything_to_disk_and_may_come_twice(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "cold", write_back_sec=3600)
+    ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
+    takes, sequence = rig.takes(ids, blocks)
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(Step(tokens=40, takes=takes, written=[(b, True) for b in blocks]))
+    rig.worker.finish(Finish("r", [], sequence.refs, {"request_id": "r"}, None))
+    rig.worker.close()
+    rig.worker.close()
+    cold = ColdPath(str(rig.directory))
+    assert len(cold.rows(ids, LAYERS[0])) == 40
+    assert [record["num_tokens"] for record in cold.records()] == [40]

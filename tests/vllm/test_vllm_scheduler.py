@@ -1,0 +1,157 @@
+"""Which rows the scheduler's half calls final, in situations that vLLM on a CPU does not get into on demand.
+
+Requests and scheduler outputs are plain objects with vLLM's attributes; test_run_*.py have the real ones.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Step
+from lmcache_hs_backend.integrations.vllm.scheduler import Scheduler
+from lmcache_hs_backend.integrations.vllm.sequence import Keying
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
+
+CHUNK, BLOCK = 16, 8
+
+
+class Rig:
+    """A scheduler's half, and one request that it follows."""
+
+    def __init__(self, prompt: int, **settings: Any) -> None:
+        self.given: list[Finish] = []
+        config = ConnectorSettings.from_connector({"chunk_size": CHUNK, **settings})
+        self.half = Scheduler(config, Keying("m", "bfloat16"), 0, BLOCK, self._hand_over)
+        self.ids = list(range(1000, 1000 + prompt))
+        self.request = SimpleNamespace(
+            request_id="r", all_token_ids=self.ids, prompt_token_ids=list(self.ids), num_prompt_tokens=prompt,
+            num_tokens=prompt, num_output_tokens=0, num_computed_tokens=0, num_in_flight_tokens=0, prompt_embeds=None,
+            lora_request=None, mm_features=[], kv_transfer_params=None, get_finished_reason=lambda: "stop",
+        )  # fmt: skip
+
+    def _hand_over(self, finish: Finish) -> bool:
+        self.given.append(finish)
+        return False
+
+    def start(self, blocks: list[int], scheduled: int, *, local: int = 0, computed: int = 0) -> Step:
+        self.half.found_locally(self.request, local)
+        self.half.allocated(self.request)
+        self.request.num_computed_tokens = computed
+        return self.step(scheduled, new=[SimpleNamespace(req_id="r", block_ids=(blocks,))])
+
+    def step(self, scheduled: int, blocks: list[int] | None = None, new: list[Any] | None = None) -> Step:
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        if new is None:
+            cached = SimpleNamespace(
+                req_ids=["r"], new_block_ids=[None if blocks is None else (blocks,)], resumed_req_ids=set()
+            )
+        step = self.half.step(
+            SimpleNamespace(
+                total_num_scheduled_tokens=scheduled, preempted_req_ids=None, scheduled_new_reqs=new or [],
+                scheduled_cached_reqs=cached, num_scheduled_tokens={"r": scheduled},
+            )
+        )  # fmt: skip
+        self.request.num_computed_tokens += scheduled
+        return step
+
+    def sample(self, *tokens: int) -> None:
+        self.ids += tokens
+        self.request.num_tokens += len(tokens)
+        self.request.num_output_tokens += len(tokens)
+
+
+def ends(step: Step) -> list[int]:
+    return [take.ref.end for take in step.takes]
+
+
+def test_a_chunk_is_taken_in_the_step_that_completes_it_with_the_blocks_that_hold_it() -> None:
+    rig = Rig(40)
+    assert ends(rig.start([9, 4], 15)) == []
+    step = rig.step(20, [7, 1, 5])
+    assert [(take.ref.start, take.ref.end, take.blocks) for take in step.takes] == [(0, 16, [9, 4]), (16, 32, [7, 1])]
+    assert step.written == [(4, False), (7, True), (1, True), (5, True)]
+
+
+def test_proposed_tokens_are_not_taken_before_they_are_known() -> None:
+    rig = Rig(14)
+    rig.start([9, 4, 2], 14)
+    rig.sample(1)
+    assert ends(rig.step(2)) == []  # token 15 is proposed: its row is there, and may be another token's
+    rig.request.num_computed_tokens -= 1  # it was rejected
+    rig.sample(2)
+    assert ends(rig.step(2)) == [16]
+
+
+def test_tokens_in_flight_do_not_count_as_known_under_asynchronous_scheduling() -> None:
+    rig = Rig(14)
+    rig.start([9, 4, 2], 14)
+    rig.request.num_in_flight_tokens = 14
+    assert ends(rig.step(2)) == []  # scheduled before the prompt's output is there
+    rig.sample(1)
+    rig.request.num_in_flight_tokens = 2
+    assert ends(rig.step(2)) == []
+    rig.sample(2)
+    rig.request.num_computed_tokens -= 1
+    assert ends(rig.step(2)) == [16]
+
+
+def test_a_finished_request_leaves_all_but_its_last_token() -> None:
+    rig = Rig(20)
+    rig.start([9, 4, 2], 20)
+    rig.sample(1)
+    rig.step(2)
+    rig.request.num_computed_tokens -= 1
+    rig.sample(2)
+    held, answer = rig.half.finish(rig.request, [9, 4, 2])
+    (finish,) = rig.given
+    assert [(take.ref.start, take.ref.end, take.blocks) for take in finish.takes] == [(16, 21, [2])]
+    assert finish.record is not None
+    assert (finish.record["prompt_tokens"], finish.record["generated_tokens"], finish.record["expected_tokens"]) == (
+        20,
+        2,
+        21,
+    )
+    assert (held, answer) == (False, {"hidden_states_last_chunk": finish.refs[-1].chunk_hash})
+
+
+def test_an_aborted_request_leaves_what_was_computed_and_its_file_is_given_up() -> None:
+    rig = Rig(40, emit="both", shared_storage_path="/files")
+    step = rig.start([9, 4, 7], 20)
+    assert step.new_files == {"r": "/files/r.safetensors"}
+    rig.request.get_finished_reason = lambda: "abort"
+    rig.half.finish(rig.request, [9, 4, 7])
+    (finish,) = rig.given
+    assert [take.ref.end for take in finish.takes] == [20]
+    assert finish.file is not None
+    assert finish.file.problem == ""
+
+
+def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
+    rig = Rig(40, emit="both")
+    assert rig.half.finish(rig.request, []) == (False, None)
+    rig.half.allocated(rig.request)  # it waited for KV from elsewhere
+    assert rig.half.finish(rig.request, []) == (False, None)
+    assert rig.given == []
+
+
+def test_blocks_whose_kv_another_connector_loads_are_named() -> None:
+    rig = Rig(40)
+    step = rig.start([9, 4, 7, 1, 5], 8, local=8, computed=32)
+    assert step.foreign == [4, 7, 1]
+    assert step.written == [(5, True)]
+
+
+def test_a_preempted_request_goes_on_with_its_new_blocks_where_its_chunks_ended() -> None:
+    rig = Rig(40)
+    assert ends(rig.start([9, 4, 7], 20)) == [16]
+    rig.request.num_computed_tokens = 0
+    step = rig.start([3, 2, 6, 8, 1], 40)
+    assert [(take.ref.start, take.blocks) for take in step.takes] == [(16, [6, 8])]
+
+
+def test_requests_with_embeddings_or_an_adapter_go_to_no_tier() -> None:
+    for change in ({"prompt_embeds": object()}, {"lora_request": object()}):
+        rig = Rig(40)
+        vars(rig.request).update(change)
+        assert rig.start([9, 4, 7, 1, 5], 40).takes == []

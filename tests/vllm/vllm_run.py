@@ -1,0 +1,186 @@
+"""Runs vLLM once, in this process, as a JSON file says, and writes down what came out.
+
+    python vllm_run.py run.json
+
+``run``: ``llm`` (arguments of LLM), ``connector`` (its extra config, or null for vLLM's example connector on
+CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours),
+``drafter_limit`` (see limit_drafter),
+``batches`` (each: ``prompts``, ``sampling``, ``kv``), ``out``.
+Tests and scripts call ``run`` below, which starts this file as a child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from waiting import wait_until
+
+LAYERS = (2, 15, 27, 30)
+HERE = Path(__file__).resolve().parent
+CONNECTOR = "lmcache_hs_backend.integrations.vllm.connector"
+
+
+def run(directory: Path, spec: dict[str, Any], *, own_process: bool = True, timeout: float = 600) -> dict[str, Any]:
+    """Run vLLM; ``own_process`` lets it have its engine process. Fails with the end of its log."""
+    paths = {name: directory / f"{name}-{time.monotonic_ns()}" for name in ("spec", "out", "log")}
+    paths["spec"].write_text(json.dumps({**spec, "out": str(paths["out"])}))
+    with open(paths["log"], "w") as log:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "vllm_run.py"), str(paths["spec"])],
+            stdout=log, stderr=subprocess.STDOUT, env=environment(own_process), timeout=timeout, check=False,
+        )  # fmt: skip
+    text = paths["log"].read_text(errors="replace")
+    assert done.returncode == 0, f"vLLM ended with {done.returncode}:\n{text[-6000:]}"
+    return {**json.loads(paths["out"].read_text()), "log": text}
+
+
+def environment(own_process: bool) -> dict[str, str]:
+    """The environment of a vLLM process on a CPU."""
+    path = os.pathsep.join(
+        [str(HERE), str(HERE.parent), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ,
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process)),
+    }
+
+
+def llm_arguments(spec: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of LLM for a run."""
+    connector = {
+        "kv_connector": "HSTieredConnector",
+        "kv_connector_module_path": CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": spec["connector"],
+    }
+    if spec["connector"] is None:
+        connector |= {"kv_connector": "ExampleOnCpu", "kv_connector_module_path": "example_on_cpu"}
+        connector["kv_connector_extra_config"] = {"shared_storage_path": spec["storage"]}
+    if "beside" in spec:
+        module, name = spec["beside"]
+        other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+        connector = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [other, connector]},
+        }
+    return {
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+        },
+        "kv_transfer_config": connector,
+        "disable_log_stats": False,  # or nobody counts preemptions
+        **spec["llm"],
+    }
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(**llm_arguments(spec))
+    if "drafter_limit" in spec:
+        llm.collective_rpc(limit_drafter, args=(spec["drafter_limit"],))
+    batches: list[dict[str, Any]] = []
+    for batch in spec["batches"]:
+        extra = {"kv_transfer_params": batch["kv"]} if batch.get("kv") else None
+        sampling = SamplingParams(temperature=0, extra_args=extra, **batch["sampling"])
+        prompts = [p if isinstance(p, str) else {"prompt_token_ids": token_ids(p, batches)} for p in batch["prompts"]]
+        started, cpu = time.monotonic(), cpu_seconds()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds, cpu = time.monotonic() - started, cpu_seconds() - cpu
+        requests = [
+            {
+                "prompt_ids": list(output.prompt_token_ids or ()),
+                "ids": list(output.prompt_token_ids or ()) + list(output.outputs[0].token_ids),
+                "finish": output.outputs[0].finish_reason,
+                "kv": output.kv_transfer_params,
+            }
+            for output in outputs
+        ]
+        preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+        batches.append(
+            {
+                "seconds": seconds,
+                "cpu_seconds": cpu,
+                "requests": requests,
+                "figures": figures(),
+                "preemptions": preemptions,
+            }
+        )
+    peak = peak_kb()
+    llm.llm_engine.engine_core.shutdown()
+    Path(spec["out"]).write_text(json.dumps({"batches": batches, "peak_kb": peak}))
+
+
+def limit_drafter(worker: Any, tokens: int) -> None:
+    """Make vLLM leave out the hidden states of batches with a request of more tokens."""
+    worker.model_runner.effective_drafter_max_model_len = tokens
+
+
+def family() -> list[int]:
+    """This process and all processes below it."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found, size = {os.getpid()}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return sorted(found)
+
+
+def cpu_seconds() -> float:
+    """CPU time of the family, as far as it is running."""
+    ticks = 0
+    for pid in family():
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_kb() -> int:
+    """Peak resident memory of the family, process by process, added up."""
+    status = [Path(f"/proc/{pid}/status").read_text() for pid in family()]
+    return sum(int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("VmHWM:"))
+
+
+def token_ids(prompt: Any, batches: list[dict[str, Any]]) -> list[int]:
+    """A prompt of token ids: as it is, or ``{"batch", "request", "tokens"}`` of an earlier request's."""
+    if isinstance(prompt, list):
+        return prompt
+    return list(batches[prompt["batch"]]["requests"][prompt["request"]]["ids"][: prompt["tokens"]])
+
+
+def figures() -> dict[str, int]:
+    """What the connector has counted so far, where the engine runs in this process."""
+    module = sys.modules.get("lmcache_hs_backend.integrations.vllm.worker")
+    workers = [] if module is None else list(module.in_this_process.values())
+    if not workers or workers[0].capture is None:
+        return {}
+    capture = workers[0].capture
+    wait_until(lambda: capture.idle)
+    return dict(capture.figures)
+
+
+if __name__ == "__main__":
+    main()
