@@ -96,11 +96,7 @@ def test_a_client_may_name_a_file_inside_the_roots_and_nowhere_else(both: Any) -
     assert result["log"].count("hidden_states_path is ignored") == 2
 
 
-def test_files_alone_are_complete_without_an_engine_process_and_write_errors_leave_a_marker(
-    model_dir: str, tmp_path: Path
-) -> None:
-    blocked = tmp_path / "blocked"
-    blocked.write_text("a file where a directory should be")
+def test_files_alone_are_complete_without_an_engine_process_and_without_locks(model_dir: str, tmp_path: Path) -> None:
     result = run(
         tmp_path,
         {
@@ -113,7 +109,7 @@ def test_files_alone_are_complete_without_an_engine_process_and_write_errors_lea
                 {"prompts": different(3), "sampling": {"max_tokens": 3}},
                 {
                     "prompts": different(1), "sampling": {"max_tokens": 3},
-                    "kv": {"hidden_states_path": str(tmp_path / "unwritable" / "b.safetensors")},
+                    "kv": {"hidden_states_path": str(tmp_path / "mine" / "b.safetensors")},
                 },
             ],
         },
@@ -123,4 +119,5 @@ def test_files_alone_are_complete_without_an_engine_process_and_write_errors_lea
         data = load_file(request["kv"]["hidden_states_path"])
         assert data["token_ids"].tolist() == request["prompt_ids"]
         assert not os.path.exists(request["kv"]["hidden_states_path"] + ".lock")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["b.safetensors"]
     assert sorted(p.suffix for p in (tmp_path / "files").iterdir()) == [".safetensors"] * 3

@@ -22,6 +22,7 @@ from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 from lmcache_hs_backend.integrations.vllm.worker import Worker
 from lmcache_hs_backend.tiers.namespace import NamespaceId
 
+pytest.importorskip("lmcache", reason="needs LMCache beside this package")
 pytestmark = pytest.mark.engine
 LAYERS, HIDDEN = (2, 5), 32
 
