@@ -25,7 +25,10 @@ class ConfigError(ValueError):
     """A setting is wrong. The text names the key, the value and what is allowed."""
 
 
-def _number(low: float, high: float = math.inf, *, above: bool = False, integer: bool = False) -> Callable[..., Any]:
+def number(low: float, high: float = math.inf, *, above: bool = False, integer: bool = False) -> Callable[..., Any]:
+    """Parses a number within limits; ``above``: beyond ``low``, not at it. Like all parsers here, the ValueError
+    that it raises says what is allowed.
+    """
     kind = "a whole number" if integer else "a number"
     bound = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
 
@@ -33,19 +36,20 @@ def _number(low: float, high: float = math.inf, *, above: bool = False, integer:
         try:
             if isinstance(value, bool):
                 raise ValueError
-            number = float(value)
-            if integer and number != int(number):
+            parsed = float(value)
+            if integer and parsed != int(parsed):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{kind} {bound}") from None
-        if not math.isfinite(number) or number > high or (number <= low if above else number < low):
+        if not math.isfinite(parsed) or parsed > high or (parsed <= low if above else parsed < low):
             raise ValueError(f"{kind} {bound}")
-        return int(number) if integer else number
+        return int(parsed) if integer else parsed
 
     return parse
 
 
-def _boolean(value: Any) -> bool:
+def boolean(value: Any) -> bool:
+    """Parses true or false, as leniently as LMCache."""
     text = str(value).strip().lower()
     if text in ("true", "1"):
         return True
@@ -54,7 +58,9 @@ def _boolean(value: Any) -> bool:
     raise ValueError("true or false")
 
 
-def _choice(*allowed: str) -> Callable[[Any], str]:
+def choice_of(*allowed: str) -> Callable[[Any], str]:
+    """Parses one of a few words."""
+
     def parse(value: Any) -> str:
         if isinstance(value, bool):  # YAML reads a bare on or off as a boolean
             value = "on" if value else "off"
@@ -65,7 +71,8 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
     return parse
 
 
-def _path(value: Any) -> str:
+def directory(value: Any) -> str:
+    """Parses the path of a directory: absolute, with ``~`` expanded. Whether it is one is not looked at."""
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError("the path of a directory")
     return os.path.abspath(os.path.expanduser(value))
@@ -94,7 +101,8 @@ def default_cold_path() -> str:
     return os.path.join(base, "lmcache-hs")
 
 
-def _setting(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
+def setting(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
+    """A field of TieredConfig, or of a class that adds to it."""
     metadata = {"parse": parse, "doc": doc}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -105,35 +113,35 @@ def _setting(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
 class TieredConfig:
     """The settings of one store. Sizes are in GB of 1024**3 bytes, as LMCache counts them."""
 
-    cold_path: str = _setting(default_cold_path, _path, "directory of the cold tier, on a local disk")
-    max_cold_size: float = _setting(
-        20.0, _number(0, above=True), "GB that this process may keep on disk, everything of ours counted"
+    cold_path: str = setting(default_cold_path, directory, "directory of the cold tier, on a local disk")
+    max_cold_size: float = setting(
+        20.0, number(0, above=True), "GB that this process may keep on disk, everything of ours counted"
     )
-    min_free_disk: float = _setting(1.0, _number(0), "GB that always stay free on that filesystem; 0: no floor")
-    cold_dir_mode: int = _setting(0o700, _mode, "permissions of the directories that are created")
-    model_revision: str | None = _setting(
+    min_free_disk: float = setting(1.0, number(0), "GB that always stay free on that filesystem; 0: no floor")
+    cold_dir_mode: int = setting(0o700, _mode, "permissions of the directories that are created")
+    model_revision: str | None = setting(
         None, _text, "what tells two versions of a model apart; default: a digest of a local model directory"
     )
-    io_threads: int = _setting(4, _number(1, 64, integer=True), "threads that read and write chunk files")
-    use_odirect: str = _setting(
-        "auto", _choice("auto", "on", "off"), "bypass the page cache; auto: where a test write succeeds"
+    io_threads: int = setting(4, number(1, 64, integer=True), "threads that read and write chunk files")
+    use_odirect: str = setting(
+        "auto", choice_of("auto", "on", "off"), "bypass the page cache; auto: where a test write succeeds"
     )
-    clean_fraction: float = _setting(
-        0.25, _number(0, 1), "share of the hot tier kept free or already on disk, ahead of need"
+    clean_fraction: float = setting(
+        0.25, number(0, 1), "share of the hot tier kept free or already on disk, ahead of need"
     )
-    write_back_sec: float = _setting(30.0, _number(0), "seconds after which a dirty chunk is written anyway")
-    store_wait_ms: float = _setting(500.0, _number(0), "milliseconds that a store may wait for the disk to make room")
-    read_timeout_sec: float = _setting(5.0, _number(0, above=True), "seconds after which an unfinished read is a miss")
-    promote: bool = _setting(True, _boolean, "keep what a cold hit has read in the hot tier")
-    on_kv_gone: str = _setting(
-        "delete", _choice("delete", "archive"), "what becomes of a chunk whose KV LMCache has lost"
+    write_back_sec: float = setting(30.0, number(0), "seconds after which a dirty chunk is written anyway")
+    store_wait_ms: float = setting(500.0, number(0), "milliseconds that a store may wait for the disk to make room")
+    read_timeout_sec: float = setting(5.0, number(0, above=True), "seconds after which an unfinished read is a miss")
+    promote: bool = setting(True, boolean, "keep what a cold hit has read in the hot tier")
+    on_kv_gone: str = setting(
+        "delete", choice_of("delete", "archive"), "what becomes of a chunk whose KV LMCache has lost"
     )
-    on_locked: str = _setting(
-        "subdir", _choice("subdir", "error"), "what to do when another process holds the namespace"
+    on_locked: str = setting(
+        "subdir", choice_of("subdir", "error"), "what to do when another process holds the namespace"
     )
-    fsync: bool = _setting(False, _boolean, "make each chunk file durable before it counts as written")
-    verify_reads: bool = _setting(True, _boolean, "compare the checksum of every layer that is read")
-    close_timeout_sec: float = _setting(4.0, _number(0), "seconds that close() may take to write dirty chunks")
+    fsync: bool = setting(False, boolean, "make each chunk file durable before it counts as written")
+    verify_reads: bool = setting(True, boolean, "compare the checksum of every layer that is read")
+    close_timeout_sec: float = setting(4.0, number(0), "seconds that close() may take to write dirty chunks")
 
     @property
     def max_cold_bytes(self) -> int:
@@ -174,7 +182,7 @@ class TieredConfig:
 def hot_tier_bytes(max_hidden_state_cpu_size: Any) -> int:
     """LMCache's ``max_hidden_state_cpu_size`` (GB) in bytes. Raises ConfigError."""
     try:
-        size = _number(0, above=True)(max_hidden_state_cpu_size)
+        size = number(0, above=True)(max_hidden_state_cpu_size)
     except ValueError as error:
         raise ConfigError(f"max_hidden_state_cpu_size is {max_hidden_state_cpu_size!r}, but must be {error}") from None
     return int(size * GIB)

@@ -198,6 +198,9 @@ class TieredStore:
         ref = ChunkRef(name, 0, num_tokens, prefix, "", "", "", kv_key)
         return self.retrieve([ref], [layer_idx], None).get(layer_idx)
 
+    def __bool__(self) -> bool:
+        return True  # a store without chunks is a store
+
     def __len__(self) -> int:
         return 0 if self._closed else len(self._pair.index.entries)
 

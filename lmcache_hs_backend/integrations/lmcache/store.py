@@ -264,7 +264,7 @@ class TieredHiddenStateStore:
         token_offset: int,
         request_configs: dict[str, Any] | None,
     ) -> int:
-        return self.tiers.store(self._refs(token_ids, ids, request_configs), ids, rows, token_offset)
+        return self.tiers.store(self.refs(token_ids, ids, request_configs), ids, rows, token_offset)
 
     @_never_the_engines_trouble(dict)
     def _retrieve(
@@ -275,7 +275,7 @@ class TieredHiddenStateStore:
         dtype: torch.dtype | None,
         request_configs: dict[str, Any] | None,
     ) -> dict[int, torch.Tensor]:
-        return self.tiers.retrieve(self._refs(token_ids, ids, request_configs), layer_idxs, dtype)
+        return self.tiers.retrieve(self.refs(token_ids, ids, request_configs), layer_idxs, dtype)
 
     @_never_the_engines_trouble(lambda: None)
     def _prefetch(
@@ -285,10 +285,11 @@ class TieredHiddenStateStore:
         layer_idxs: Sequence[int] | None,
         request_configs: dict[str, Any] | None,
     ) -> None:
-        self.tiers.prefetch(self._refs(token_ids, ids, request_configs), layer_idxs)
+        self.tiers.prefetch(self.refs(token_ids, ids, request_configs), layer_idxs)
 
-    def _refs(self, token_ids: TokenIds, ids: bytes, request_configs: dict[str, Any] | None) -> list[ChunkRef]:
-        """The chunks of a prompt. LMCache hashes a list in half the time that a tensor takes."""
+    def refs(self, token_ids: TokenIds, ids: bytes, request_configs: dict[str, Any] | None) -> list[ChunkRef]:
+        """The chunks of a prompt, whose token ids are ``ids`` as bytes, under LMCache's keys."""
+        # LMCache hashes a list in half the time that a tensor takes.
         if isinstance(token_ids, torch.Tensor):
             token_ids = token_ids.tolist()
         elif not isinstance(token_ids, list):

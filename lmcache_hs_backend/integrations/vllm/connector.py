@@ -36,12 +36,11 @@ from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
 from lmcache_hs_backend.integrations.vllm.files import RequestFiles
 from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks, find_store
 from lmcache_hs_backend.integrations.vllm.messages import Finish, Step
-from lmcache_hs_backend.integrations.vllm.revision import model_revision
 from lmcache_hs_backend.integrations.vllm.scheduler import Scheduler
 from lmcache_hs_backend.integrations.vllm.sequence import HASH_ALGORITHM, Keying
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
 from lmcache_hs_backend.integrations.vllm.worker import Worker, in_this_process
-from lmcache_hs_backend.tiers.namespace import NamespaceId
+from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +240,7 @@ def _model(vllm_config: VllmConfig, settings: ConnectorSettings, cache: HiddenSt
     keying = _keying(vllm_config)
     ident = NamespaceId(
         model=model.model,
-        model_revision=(model.revision or model_revision(model.model)) if revision is None else revision,
+        model_revision=(model.revision or local_model_revision(model.model)) if revision is None else revision,
         kv_dtype=keying.dtype,
         chunk_size=settings.chunk_size,
         hash_algorithm=HASH_ALGORITHM,

@@ -61,7 +61,7 @@ class EngineChunks:
             for take in group:
                 ids += take.ids
             token_ids = array("q", bytes(ids)).tolist()
-            theirs = {(ref.start, ref.end): ref for ref in self._store._refs(token_ids, bytes(ids), None)}
+            theirs = {(ref.start, ref.end): ref for ref in self._store.refs(token_ids, bytes(ids), None)}
             for take in group:
                 ref = theirs.get((take.ref.start, take.ref.end))
                 if ref is not None and len(take.ids) == ref.num_tokens * TOKEN_BYTES:

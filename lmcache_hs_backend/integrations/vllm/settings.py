@@ -14,11 +14,11 @@ from typing import Any
 from lmcache_hs_backend.config import (
     GIB,
     TieredConfig,
-    _boolean,
-    _choice,
-    _number,
-    _path,
-    _setting,
+    boolean,
+    choice_of,
+    directory,
+    number,
+    setting,
 )
 
 
@@ -29,7 +29,7 @@ def label(name: str) -> str:
 
 def _paths(value: Any) -> tuple[str, ...]:
     try:
-        return tuple(_path(item) for item in ([value] if isinstance(value, str) else list(value)))
+        return tuple(directory(item) for item in ([value] if isinstance(value, str) else list(value)))
     except (TypeError, ValueError):
         raise ValueError("a directory or a list of directories") from None
 
@@ -38,19 +38,19 @@ def _paths(value: Any) -> tuple[str, ...]:
 class ConnectorSettings(TieredConfig):
     """TieredConfig, with rows written back at once, and what only the connector needs."""
 
-    write_back_sec: float = _setting(0.0, _number(0), "seconds after which a dirty chunk is written anyway")
-    chunk_size: int = _setting(256, _number(16, 65536, integer=True), "tokens of a chunk")
-    hot_size: float = _setting(2.0, _number(0, above=True), "GB of the hot tier")
-    emit: str = _setting(
-        "tiers", _choice("tiers", "files", "both"), "where rows go: chunks, one file per request, or both"
+    write_back_sec: float = setting(0.0, number(0), "seconds after which a dirty chunk is written anyway")
+    chunk_size: int = setting(256, number(16, 65536, integer=True), "tokens of a chunk")
+    hot_size: float = setting(2.0, number(0, above=True), "GB of the hot tier")
+    emit: str = setting(
+        "tiers", choice_of("tiers", "files", "both"), "where rows go: chunks, one file per request, or both"
     )
-    shared_storage_path: str = _setting("/tmp", _path, "directory of the files, one per request")
-    num_writer_threads: int = _setting(8, _number(1, 64, integer=True), "threads that write those files")
-    use_synchronization_lock: bool = _setting(
-        True, _boolean, "hold a lock beside each file until it is there, for clients that wait for it"
+    shared_storage_path: str = setting("/tmp", directory, "directory of the files, one per request")
+    num_writer_threads: int = setting(8, number(1, 64, integer=True), "threads that write those files")
+    use_synchronization_lock: bool = setting(
+        True, boolean, "hold a lock beside each file until it is there, for clients that wait for it"
     )
-    allow_custom_save_path: bool = _setting(False, _boolean, "let a request name its file, inside custom_save_roots")
-    custom_save_roots: tuple[str, ...] = _setting(
+    allow_custom_save_path: bool = setting(False, boolean, "let a request name its file, inside custom_save_roots")
+    custom_save_roots: tuple[str, ...] = setting(
         (), _paths, "directories that a request's file may lie in; default: shared_storage_path"
     )
 
