@@ -23,7 +23,7 @@ import torch
 from lmcache_hs_backend.chunk import TOKEN_BYTES, AskPresence, ChunkRef, Presence
 from lmcache_hs_backend.chunkfile import FileLayer
 from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
-from lmcache_hs_backend.metrics import Metrics
+from lmcache_hs_backend.metrics import GAUGES, Metrics
 from lmcache_hs_backend.tiers.background import Background
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.index import Entry, Standing
@@ -321,6 +321,7 @@ class TieredStore:
             self._save_uses()
             ended = self._stop(max(deadline, time.monotonic() + _STOP_SEC))
             self._publish()
+            self.metrics.publish(dict.fromkeys(GAUGES, 0))  # a store that is closed holds nothing
             if ended and not self._callers:
                 self._pair.hot.arena.release()
                 if self._namespace is not None:

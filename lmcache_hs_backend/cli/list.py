@@ -158,7 +158,7 @@ _COLUMNS = (
     _Column("HIDDEN", -6, lambda chunk: _joined(chunk.hidden_dim)),
     _Column("PARENT", 17, lambda chunk: chunk.head.parent[:17] or "-"),
     _Column("RANK", -4, lambda chunk: str(chunk.namespace.worker_id)),
-    _Column("NAMESPACE", 28, lambda chunk: chunk.namespace.label),
+    _Column("NAMESPACE", 26, lambda chunk: chunk.namespace.label),
     _Column("CREATED", 20, lambda chunk: chunk.head.created_at),
     _Column("MODEL", 1, lambda chunk: chunk.head.model),
 )
