@@ -58,34 +58,37 @@ def test_prometheus_follows_within_moments_and_survives_a_second_store(tmp_path:
 
 
 def test_all_processes_are_seen_in_multi_process_mode(tmp_path: Path) -> None:
+    show = """
+import prometheus_client
+from prometheus_client import multiprocess
+registry = prometheus_client.CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+text = prometheus_client.generate_latest(registry).decode()
+"""
     code = f"""
-import sys
+import re, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from prompts import *
-from waiting import wait_until
 with opened(Path({str(tmp_path / "cold")!r})) as store:
     p = prompt(3)
     store.store(p.refs, p.bytes, {{0: rows(3 * CHUNK)}})
     assert store.flush(10) == 0
+    store._publish()
+    {show.replace(chr(10), chr(10) + "    ")}
+    assert re.search(r"^lmcache:hs_capacity_bytes\\{{.*\\}} 65536\\.0$", text, re.MULTILINE), text
 """
     folder = tmp_path / "multiproc"
     folder.mkdir()
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
-    show = """
-import prometheus_client
-from prometheus_client import multiprocess
-registry = prometheus_client.CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-print(prometheus_client.generate_latest(registry).decode())
-"""
-    text = subprocess.run([sys.executable, "-c", show], env=env, check=True, capture_output=True, text=True).stdout
-    assert re.search(r"^lmcache:hs_stored_chunks_total\{.*\} 6\.0$", text, re.MULTILINE)
-    assert re.search(r"^lmcache:hs_written_chunks_total\{.*\} 3\.0$", text, re.MULTILINE)
-    assert re.search(r"^lmcache:hs_store_seconds_count\{.*\} 2\.0$", text, re.MULTILINE)
-    assert re.search(r"^lmcache:hs_capacity_bytes\{.*\} 65536\.0$", text, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-c", show + "print(text)"], env=env, check=True, capture_output=True, text=True
+    )
+    for figure in ("stored_chunks_total 6", "written_chunks_total 3", "store_seconds_count 2", "capacity_bytes 0"):
+        name, value = figure.split()
+        assert re.search(rf"^lmcache:hs_{name}\{{.*\}} {value}\.0$", done.stdout, re.MULTILINE), figure
 
 
 def test_losses_are_logged_once_in_a_while_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
