@@ -363,7 +363,7 @@ class TieredStore:
         if self.config.max_cold_bytes > total:
             raise ConfigError(
                 f"{setting('max_cold_size')} is {self.config.max_cold_size:g}, but must be at most "
-                f"{total / GIB:.2f}, the size in GB of the filesystem of {self.config.cold_path}"
+                f"{total / GIB:.4g}, the size in GB of the filesystem of {self.config.cold_path}"
             )
 
     async def _recover(self) -> None:

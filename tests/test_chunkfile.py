@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from figures import tell
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -217,4 +218,4 @@ def test_the_header_reader_survives_any_bytes(tmp_path: Path, pool: BufferPool) 
     while time.monotonic() < until:
         feed()
     assert refused
-    print(f"header fuzzing: {tried} files, {refused} refused, the others whole")
+    tell(f"header fuzzing: {tried} files, {refused} refused, the others whole")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from figures import tell
 
 KILLS = 100
 
@@ -131,4 +132,4 @@ def test_a_directory_is_whole_after_every_kill(tmp_path: Path, fsync: bool) -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"crashes survived: {kills}" in done.stdout
-    print(done.stdout.strip(), "(with fsync)" if fsync else "")
+    tell(f"{done.stdout.strip()}{', with fsync' if fsync else ''}")

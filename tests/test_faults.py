@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from disks import INJECTED, FaultyDisk
+from figures import tell
 from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, tokens
 from safetensors.torch import save_file
 from waiting import wait_until
@@ -414,7 +415,7 @@ def test_backpressure_bounds_every_store_and_all_memory(tmp_path: Path, disk: Fa
         assert store.store(q.refs, q.bytes, {0: y}) == 4
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
         check_balance(store)
-        print(
+        tell(
             f"backpressure: longest store {longest * 1e3:.0f} ms, kept {rate / MB:.0f} MB/s, dropped {given - kept:.0f}"
         )
 

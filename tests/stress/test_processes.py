@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from figures import tell
 
 from lmcache_hs_backend.reader import ColdTierReader, NotAColdPath
 
@@ -69,4 +70,4 @@ def test_processes_share_a_cold_path_with_a_reader_beside_them(tmp_path: Path) -
         operations += int(out)
     assert looked
     assert seen
-    print(f"operations under stress in {len(jobs)} processes: {operations}; reader: {seen} chunks in {looked} passes")
+    tell(f"operations under stress in {len(jobs)} processes: {operations}; reader: {seen} chunks in {looked} passes")

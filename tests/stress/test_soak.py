@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import tell
 from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, honest_rows, opened
 from waiting import wait_until
 
@@ -59,7 +60,7 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
     assert max(threads) == min(threads), "threads leak"
     assert figures["cold_bytes"] <= limit * 1024**3
     assert figures["errors_internal"] == 0
-    print(
+    tell(
         f"soak: {operations} operations in {SECONDS:.0f} s, wrong rows 0, memory {memory[0] >> 20} to "
         f"{memory[-1] >> 20} MiB, descriptors {min(descriptors)} to {max(descriptors)}, threads {threads[-1]}, "
         f"written {figures['written_chunks']:.0f}, hits cold {figures['hits_cold']:.0f}, "

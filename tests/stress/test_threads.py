@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import CHUNK, Engine, make_config
+from figures import tell
 from waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -73,7 +74,7 @@ def test_eight_threads_on_a_pool_that_always_evicts(tmp_path: Path, damage: bool
         assert figures["errors_internal"] == 0
         assert figures["hits_cold"] > 0
         assert figures["demoted"] > 0
-        print(
+        tell(
             f"operations under stress: {sum(counts.values())} {dict(counts)}, wrong rows: 0, "
             f"drops: { {k: v for k, v in figures.items() if k.startswith('drops_') and v} }"
         )
