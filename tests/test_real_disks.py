@@ -86,7 +86,7 @@ def test_close_returns_while_the_filesystem_is_frozen(ext4: Path) -> None:
 def test_a_filesystem_that_the_kernel_turns_read_only_costs_serving_nothing(ext4: Path) -> None:
     INJECTED["read-only filesystem"] += 1
     with opened(ext4, max_cold_size=16 / 1024, write_back_sec=0) as store:
-        p, x = on_disk(store, 2)
+        on_disk(store, 2)
         run("mount", "-o", "remount,abort", str(ext4))  # as ext4 does by itself when it finds its disk damaged
         q, y = prompt(8), rows(8 * CHUNK, seed=1)
         assert store.store(q.refs, q.bytes, {0: y}) == 8
