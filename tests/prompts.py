@@ -89,7 +89,7 @@ def opened(
     cold_path: object, *, chunks: int = 8, layers: int = 1, ident: NamespaceId = IDENT, **changes: Any
 ) -> Iterator[TieredStore]:
     """A store whose hot tier holds ``chunks`` chunks of ``layers`` layers, closed at the end."""
-    extra = {name: changes.pop(name) for name in ("ask", "files") if name in changes}
+    extra = {name: changes.pop(name) for name in ("ask", "files", "labels") if name in changes}
     store = TieredStore(settings(cold_path, **changes), chunks * layers * LAYER_BYTES, ident, **extra)
     try:
         assert store.wait_recovered(20)

@@ -20,12 +20,15 @@ from lmcache_hs_backend import metrics
 ROOT = Path(__file__).parent.parent
 
 
+MODEL = "org/only-in-these-tests"  # the registry is the process's, and other tests leave their figures in it
+
+
 def exported() -> dict[str, float]:
-    """Our samples in the process's own registry, without labels."""
+    """The samples of MODEL in the process's own registry, without labels."""
     found: dict[str, float] = {}
     for family in prometheus_client.REGISTRY.collect():
         for sample in family.samples:
-            if sample.name.startswith(metrics.PREFIX):
+            if sample.name.startswith(metrics.PREFIX) and sample.labels.get("model_name") == MODEL:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
     return found
 
@@ -43,11 +46,11 @@ def test_stats_has_every_counter_gauge_and_histogram(tmp_path: Path) -> None:
 def test_prometheus_follows_within_moments_and_survives_a_second_store(tmp_path: Path) -> None:
     before = exported().get("lmcache:hs_stored_chunks_total", 0.0)
     for number in range(2):
-        with opened(tmp_path / str(number)) as store:
+        with opened(tmp_path / str(number), labels={"model_name": MODEL}) as store:
             p = prompt(3)
             store.store(p.refs, p.bytes, {0: rows(3 * CHUNK)})
             store.retrieve(p.refs, [0])
-            wait_until(lambda: exported()["lmcache:hs_hot_chunks"] == 3)
+            wait_until(lambda: exported().get("lmcache:hs_hot_chunks") == 3)
     after = exported()
     assert after["lmcache:hs_stored_chunks_total"] - before == 6
     assert after["lmcache:hs_retrieve_seconds_count"] >= 2
