@@ -51,6 +51,9 @@ class _Demand:
         self._cleaner.wanted_bytes += nbytes - self._nbytes
         self._nbytes = nbytes
 
+    def lower(self, nbytes: int) -> None:
+        self.set(min(self._nbytes, nbytes))
+
 
 class Intake:
     """Stores rows into the tiers."""
@@ -144,6 +147,8 @@ class Intake:
         while not self.closed:
             placed = pair.hot.allocate(chunks)
             if placed:
+                # What was asked for is taken: a further write would only clean this prompt's own prefix.
+                demand.lower(pair.hot.ready_bytes + sum(want.nbytes for want in wants[len(placed) :]))
                 return placed
             if not pair.cold.writable:
                 spare = spare or frozenset(ref.name for ref in refs)
