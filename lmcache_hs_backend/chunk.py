@@ -132,12 +132,15 @@ def prefix_digests(ids: bytes, ends: Iterable[int]) -> Iterator[bytes]:
         yield digest.digest()
 
 
-def chunk_refs(chunks: Sequence[KeyedChunk], ids: bytes) -> list[ChunkRef]:
-    """Join consecutive chunks, from the first chunk of a sequence on, with their prefix digests."""
+def chunk_refs(chunks: Iterable[tuple[int, int, str, str, Any]], ids: bytes) -> list[ChunkRef]:
+    """Join consecutive chunks, from the first of a sequence on (KeyedChunk or its bare fields), with prefix digests."""
     refs = []
     parent = ""
-    for chunk, prefix in zip(chunks, prefix_digests(ids, (chunk.end for chunk in chunks)), strict=True):
-        start, end, key, chunk_hash, kv_key = chunk
-        refs.append(ChunkRef(chunk_name(key), start, end, prefix, key, chunk_hash, parent, kv_key))
+    digest, done, view = xxhash.xxh3_128(), 0, memoryview(ids)
+    for start, end, key, chunk_hash, kv_key in chunks:
+        stop = end * TOKEN_BYTES
+        digest.update(view[done:stop])
+        done = stop
+        refs.append(ChunkRef(chunk_name(key), start, end, digest.digest(), key, chunk_hash, parent, kv_key))
         parent = chunk_hash
     return refs

@@ -12,15 +12,17 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import mmap
 import os
 import re
 import stat
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_hs_backend.arena import ALIGN, BufferPool, align
+from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.chunk import DTYPE_NAMES, DTYPES, TOKEN_BYTES, ChunkMeta, LayerSpec, chunk_name
 
 FORMAT = "lmcache-hs-chunk"
@@ -77,6 +79,25 @@ class Header(NamedTuple):
     layout: FileLayout
     checksums: dict[str, str]
     token_ids: bytes
+
+
+class _Heads(threading.local):
+    """Page-aligned memory for what stands in front of the rows of a file, one piece per thread."""
+
+    _KEPT = 1 << 16
+    _memory: mmap.mmap | None = None
+
+    def get(self, nbytes: int) -> memoryview:
+        """``nbytes`` bytes until the thread asks again."""
+        memory = self._memory
+        if memory is None or len(memory) < nbytes:
+            memory = mmap.mmap(-1, align(nbytes))
+            if nbytes <= self._KEPT:
+                self._memory = memory
+        return memoryview(memory)[:nbytes]
+
+
+_heads = _Heads()
 
 
 class FileLayer:
@@ -273,7 +294,6 @@ def write(
     meta: ChunkMeta,
     ids: bytes,
     rows: Mapping[LayerSpec, memoryview],
-    pool: BufferPool,
     *,
     direct: bool,
     fsync: bool,
@@ -289,14 +309,14 @@ def write(
     checksums |= {layer_tensor(spec.layer_idx): xxhash.xxh3_64_hexdigest(rows[spec]) for spec in specs}
     text = build_head(meta, specs, checksums, ids)
     layout = FileLayout(meta.num_tokens, len(text), tuple(specs))
-    head = pool.get(len(text))
-    head.bytes()[:] = text
+    head = _heads.get(len(text))
+    head[:] = text
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     path = os.path.join(directory, temporary_name(chunk_name(meta.key).hex()))
     fd = files.open(path, flags | (os.O_DIRECT if direct and layout.direct else 0), 0o666)
     try:
         try:
-            if not _transfer(files.pwritev, fd, [head.bytes(), *(rows[spec] for spec in specs)], 0):
+            if not _transfer(files.pwritev, fd, [head, *(rows[spec] for spec in specs)], 0):
                 raise OSError(errno.EIO, "the disk took no bytes", path)
             files.utime(fd, ns=(mtime_ns, mtime_ns))
             if fsync:
@@ -390,7 +410,6 @@ def read(
     prefix: bytes,
     layout: FileLayout,
     into: Mapping[int, memoryview],
-    pool: BufferPool,
     *,
     direct: bool,
     verify: bool,
@@ -404,9 +423,9 @@ def read(
     try:
         if size != layout.size:
             raise BadChunk("size", f"{path} has {size} bytes instead of {layout.size}")
-        head = pool.get(layout.head_bytes)
+        head = _heads.get(layout.head_bytes)
         position = 0
-        batch: list[memoryview] = [head.bytes()]
+        batch: list[memoryview] = [head]
         reached = layout.head_bytes
         for spec in layout.layers:  # neighbours in the file go into one call
             view = into.get(spec.layer_idx)
@@ -422,7 +441,7 @@ def read(
             _read_exactly(files, fd, batch, position)
     finally:
         files.close(fd)
-    header = parse_head(head.bytes(), size)
+    header = parse_head(head, size)
     if chunk_name(header.meta.key) != name:
         raise BadChunk("key", f"{path} holds the chunk {header.meta.key[:200]!r}")
     if header.meta.prefix != prefix or header.layout != layout:

@@ -118,6 +118,7 @@ class Metrics:
         self._counts: Counts[str] = Counts()
         self._sums: dict[str, float] = dict.fromkeys(HISTOGRAMS, 0.0)
         self._published: Counts[str] = Counts()
+        self._durations: list[tuple[str, float]] = []  # not published yet
         self._reported: dict[str, float] = {}  # reason → when its losses were last in the log
         self._unreported: Counts[str] = Counts()
         values = [str((labels or {}).get(label, "")) for label in LABELS]
@@ -139,11 +140,11 @@ class Metrics:
             self._counts[name] += count
 
     def observe(self, name: str, seconds: float) -> None:
-        """A duration for one of HISTOGRAMS."""
+        """A duration for one of HISTOGRAMS. Prometheus has it with the next ``publish``."""
         with self._lock:
             self._sums[name] += seconds
             self._counts[f"{name}_count"] += 1
-        self._histograms[name].observe(seconds)
+            self._durations.append((name, seconds))
 
     def loss(self, reason: str, chunks: int = 1) -> None:
         """Count rows that are lost; ``reason`` is one of DROPS. The log has it with the next report."""
@@ -181,6 +182,9 @@ class Metrics:
         with self._lock:
             deltas = {name: self._counts[name] - self._published[name] for name in COUNTERS}
             self._published.update(deltas)
+            durations, self._durations = self._durations, []
+        for name, seconds in durations:
+            self._histograms[name].observe(seconds)
         for name, delta in deltas.items():
             if delta:
                 self._counters[name].inc(delta)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import torch
@@ -110,32 +109,38 @@ class TieredStore:
 
     def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int = 0) -> int:
         """See Intake.store. 0 after close()."""
-        with self._call("store_seconds") as is_open:
-            return self._intake.store(refs, ids, rows, row_offset) if is_open else 0
+        started = time.monotonic()
+        if not self._enter():
+            return 0
+        try:
+            return self._intake.store(refs, ids, rows, row_offset)
+        finally:
+            self._leave("store_seconds", started)
 
     def retrieve(
         self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None = torch.float32
     ) -> dict[int, torch.Tensor]:
         """See Serve.retrieve. Empty after close()."""
-        with self._call("retrieve_seconds") as is_open:
-            return self._serve.retrieve(refs, layer_idxs, dtype) if is_open and layer_idxs else {}
-
-    @contextlib.contextmanager
-    def _call(self, duration: str) -> Iterator[bool]:
-        """A call that may use slots, which close() waits for; False when it comes too late for that."""
         started = time.monotonic()
-        with self._pair.lock:
-            is_open = not self._closed
-            self._callers += is_open
+        if not layer_idxs or not self._enter():
+            return {}
         try:
-            yield is_open
+            return self._serve.retrieve(refs, layer_idxs, dtype)
         finally:
-            if is_open:
-                with self._pair.lock:
-                    self._callers -= 1
-                    if self._closed:
-                        self._pair.room.notify_all()
-                self.metrics.observe(duration, time.monotonic() - started)
+            self._leave("retrieve_seconds", started)
+
+    def _enter(self) -> bool:
+        """A call begins that may use slots; close() waits for its ``_leave``. False when it comes too late."""
+        with self._pair.lock:
+            self._callers += not self._closed
+            return not self._closed
+
+    def _leave(self, duration: str, started: float) -> None:
+        with self._pair.lock:
+            self._callers -= 1
+            if self._closed:
+                self._pair.room.notify_all()
+        self.metrics.observe(duration, time.monotonic() - started)
 
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None = None) -> None:
         """Promote, behind, what is cold of a prompt's prefix. Returns at once."""

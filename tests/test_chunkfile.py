@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disks import INJECTED
 from figures import tell
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,7 +44,7 @@ def write(
         buffers[idx].rows(tokens, tensor.shape[1], tensor.dtype).copy_(tensor)
     path, layout = chunkfile.write(
         FILES, str(folder), meta, token_bytes(list(range(tokens))),
-        {spec: buffers[idx].bytes() for idx, spec in specs.items()}, pool,
+        {spec: buffers[idx].bytes() for idx, spec in specs.items()},
         direct=False, fsync=False, mtime_ns=1,
     )  # fmt: skip
     final = folder / f"{chunk_name(key).hex()}.safetensors"
@@ -78,7 +81,7 @@ def test_any_chunk_round_trips_and_any_library_opens_it(
     for idx, tensor in rows.items():
         buffer = pool.get(tensor.nbytes)
         chunkfile.read(
-            FILES, str(path), chunk_name(key), meta.prefix, header.layout, {idx: buffer.bytes()}, pool,
+            FILES, str(path), chunk_name(key), meta.prefix, header.layout, {idx: buffer.bytes()},
             direct=False, verify=True,
         )  # fmt: skip
         assert torch.equal(buffer.rows(*tensor.shape, tensor.dtype), tensor)
@@ -105,6 +108,22 @@ def test_files_get_the_mode_that_umask_says(tmp_path: Path, pool: BufferPool) ->
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+def test_nothing_that_is_read_from_disk_is_unpickled() -> None:
+    """Only cli/parallel.py pickles, between a program and the processes that it forked itself."""
+    package = Path(chunkfile.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            loads = (
+                isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node.value) in ("torch", "np")
+            )
+            if loads or any(name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "joblib") for name in names):
+                found.add(str(path.relative_to(package)))
+    assert found <= {"cli/parallel.py"}
+
+
 # -- hostile files -----------------------------------------------------------------------------------------
 
 
@@ -125,7 +144,9 @@ HOSTILE: dict[str, Any] = {
     "a header length of 10 GB": lambda h: (h, 10 * 2**30),
     "a header length of 2**64 - 1": lambda h: (h, 2**64 - 1),
     "a header length of zero": lambda h: (h, 0),
-    "a million tensors": lambda h: h | dict.fromkeys(map(str, range(20_000)), h["layer.0"]),
+    "a million tensors": lambda h: b"{%s}" % b",".join(b'"%d":{}' % number for number in range(1_000_000)),
+    "as many tensors as a header can hold": lambda h: h | {f"layer.{n}": h["layer.0"] for n in range(1, 12_000)},
+    "one tensor more than a file may have": lambda h: h | {f"layer.{n}": h["layer.0"] for n in range(1, 1001)},
     "overlapping tensors": lambda h: h | {"layer.1": h["layer.0"]},
     "a negative offset": lambda h: h | {"layer.0": h["layer.0"] | {"data_offsets": [-8, 8]}},
     "a fractional offset": lambda h: h | {"layer.0": h["layer.0"] | {"data_offsets": [512.0, 33280.0]}},
@@ -149,6 +170,19 @@ HOSTILE: dict[str, Any] = {
     "a prefix that is no digest": lambda h: h | {"__metadata__": h["__metadata__"] | {"prefix": "../../etc"}},
     "a list": lambda h: [h],
     "a hundred thousand brackets": lambda h: b"[" * 100_000,
+    "a shape a hundred thousand lists deep": lambda h: json.dumps(h).encode().replace(
+        b"[64, 128]", b"[" * 100_000 + b"]" * 100_000
+    ),
+    "checksums a hundred thousand lists deep": lambda h: h
+    | {"__metadata__": h["__metadata__"] | {"xxh3": "[" * 100_000 + "]" * 100_000}},
+    "an offset of many digits": lambda h: json.dumps(h).encode().replace(b"[0, ", b"[%s, " % (b"9" * 99_999)),
+    "an offset that is no number": lambda h: json.dumps(h).encode().replace(b"[0, ", b"[NaN, "),
+    "an infinite shape": lambda h: json.dumps(h).encode().replace(b"[64, 128]", b"[64, Infinity]"),
+    "a layer twice": lambda h: json.dumps(h).encode()[:-1] + b', "layer.0": {}}',
+    "a layer number of twenty digits": lambda h: h | {"layer." + "9" * 20: h.pop("layer.0")},
+    "a dtype that is a list": lambda h: h | {"layer.0": h["layer.0"] | {"dtype": ["BF16"]}},
+    "a key that is a list": lambda h: h | {"__metadata__": h["__metadata__"] | {"key": ["m@1@0@ab@bfloat16"]}},
+    "a negative start": lambda h: h | {"__metadata__": h["__metadata__"] | {"start": "-1"}},
     "bytes that are no text": lambda h: b"\xff\xfe" * 100,
     "nothing but spaces": lambda h: b" " * 300,
 }  # fmt: skip
@@ -160,10 +194,31 @@ def test_a_header_with(tmp_path: Path, pool: BufferPool, kind: str) -> None:
     path, _ = write(tmp_path, pool, {0: torch.randn(64, 128).bfloat16()})
     made = HOSTILE[kind](header_of(path))
     with_header(path, *(made if isinstance(made, tuple) else (made,)))
-    started = time.monotonic()
+    del made
+    INJECTED["hostile header"] += 1
+    tracemalloc.start()
+    try:
+        started = time.monotonic()
+        with pytest.raises(BadChunk):
+            chunkfile.read_header(FILES, str(path))
+        assert time.monotonic() - started < 2.0, "with every allocation traced"
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20, "bounded by the size of a header, not by what it says"
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_far_larger_than_its_header_says_is_a_bad_chunk(tmp_path: Path, pool: BufferPool) -> None:
+    path, meta = write(tmp_path, pool, {0: torch.randn(64, 128).bfloat16()})
+    layout = chunkfile.read_header(FILES, str(path)).layout
+    os.truncate(path, 1 << 40)  # a hole of a terabyte
     with pytest.raises(BadChunk):
         chunkfile.read_header(FILES, str(path))
-    assert time.monotonic() - started < 1.0
+    rows = pool.get(64 * 256)
+    with pytest.raises(BadChunk):
+        chunkfile.read(
+            FILES, str(path), chunk_name(meta.key), meta.prefix, layout, {0: rows.bytes()},
+            direct=False, verify=True,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100, 4095, 4096, 4097])

@@ -58,7 +58,7 @@ def check(flushed):
         layout = info.header.layout
         buffers = {{spec.layer_idx: pool.get(spec.nbytes(layout.num_tokens)) for spec in layout.layers}}
         read(FileLayer(), info.file.path, info.file.name, info.header.meta.prefix, layout,
-             {{idx: buffer.bytes() for idx, buffer in buffers.items()}}, pool, direct=False, verify=True)
+             {{idx: buffer.bytes() for idx, buffer in buffers.items()}}, direct=False, verify=True)
     store = open_store()
     assert store.wait_recovered(20)
     figures = store.stats()

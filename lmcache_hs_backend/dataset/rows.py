@@ -7,7 +7,8 @@ side of the final norm that the last layer is on. A sample that fails is a ``Row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,11 @@ import xxhash
 
 from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
-from lmcache_hs_backend.chunkfile import BadChunk, Header, read
+from lmcache_hs_backend.chunkfile import BadChunk, FileLayout, Header, read
 from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
-from lmcache_hs_backend.dataset.index import Chunk, ChunkIndex
+from lmcache_hs_backend.dataset.index import Chunk, ChunkFile, ChunkIndex
 from lmcache_hs_backend.dataset.norm import FinalNorm
 
 _IDLE_BYTES = 512 << 20
@@ -65,7 +66,12 @@ class RowReader:
         self._apply = apply
         self._check = check
         self._stored_normed = stored_normed
+        self._read_once: Collection[int] = ()
         self._pool = BufferPool(_IDLE_BYTES)
+
+    def reads_once(self, chunks: Collection[int]) -> None:
+        """Read these chunks past the page cache, where the disk can do that: nobody wants them again soon."""
+        self._read_once = chunks
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_pool"}
@@ -99,7 +105,7 @@ class RowReader:
             take = min(chunk.num_tokens, count - chunk.start)
             span = slice(chunk.start, chunk.start + take)
             token_ids = None
-            for slot, spec, rows, header in self._layers_of(chunk):
+            for slot, spec, rows, header in self._layers_of(chunk, position in self._read_once):
                 where = f"layer {slot}, tokens {chunk.start} to {chunk.end}"
                 if token_ids is None:
                     token_ids = header.token_ids
@@ -147,7 +153,7 @@ class RowReader:
             raise RowRejected("non_finite", f"{where}: NaN or infinity at token {start + bad}")
         return rows
 
-    def _layers_of(self, chunk: Chunk) -> Iterator[tuple[int, LayerSpec, torch.Tensor, Header]]:
+    def _layers_of(self, chunk: Chunk, once: bool) -> Iterator[tuple[int, LayerSpec, torch.Tensor, Header]]:
         """Each layer asked for, with its rows, from whichever file of the chunk has it and can be read."""
         todo = list(self._layers.slots)
         trouble: RowRejected | None = None
@@ -160,10 +166,7 @@ class RowReader:
                 buffers = {spec.layer_idx: self._pool.get(spec.nbytes(layout.num_tokens)) for spec in specs}
                 into = {layer_idx: buffer.bytes() for layer_idx, buffer in buffers.items()}
                 try:
-                    header = read(
-                        self._index.files, file.path, file.name, chunk.prefix, layout, into, self._pool,
-                        direct=False, verify=True,
-                    )  # fmt: skip
+                    header = self._read(file, chunk.prefix, layout, into, once)
                 except FileNotFoundError:
                     trouble = RowRejected("gone", f"{file.path} was deleted")
                     break
@@ -186,3 +189,15 @@ class RowReader:
             raise trouble or RowRejected(
                 "layer", f"layer {todo[0]} is not in the chunk of tokens {chunk.start} to {chunk.end}"
             )
+
+    def _read(
+        self, file: ChunkFile, prefix: bytes, layout: FileLayout, into: Mapping[int, memoryview], once: bool
+    ) -> Header:
+        """Raises BadChunk or OSError."""
+        for direct in (True, False) if once else (False,):
+            try:
+                return read(self._index.files, file.path, file.name, prefix, layout, into, direct=direct, verify=True)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:  # the disk has larger blocks, or no O_DIRECT at all
+                    raise
+        raise AssertionError("the last attempt returns or raises")

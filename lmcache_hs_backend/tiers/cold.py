@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import stat
 import threading
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lmcache_hs_backend import chunkfile
-from lmcache_hs_backend.arena import ALIGN, BufferPool, align
+from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
@@ -48,7 +49,6 @@ class ColdTier:
         index: Index,
         mover: Mover,
         lock: threading.Lock,
-        pool: BufferPool,
         metrics: Metrics,
         files: FileLayer,
         give_up_file: Callable[[Entry], None],
@@ -62,7 +62,6 @@ class ColdTier:
         self._config = config
         self._directory = directory
         self._lock = lock
-        self._pool = pool
         self._metrics = metrics
         self._files = files
         self._direct = config.use_odirect != "off" and self._probe_direct()
@@ -97,7 +96,7 @@ class ColdTier:
         try:
             self._check_folder(fan_out(self._directory, entry.name))
             header = chunkfile.read(
-                self._files, self.path(entry.name), entry.name, entry.prefix, layout, into, self._pool,
+                self._files, self.path(entry.name), entry.name, entry.prefix, layout, into,
                 direct=self._direct, verify=self._config.verify_reads,
             )  # fmt: skip
         except OSError as error:
@@ -186,7 +185,7 @@ class ColdTier:
 
         def write(direct: bool) -> tuple[str, FileLayout]:
             return chunkfile.write(
-                self._files, folder, meta, ids, rows, self._pool,
+                self._files, folder, meta, ids, rows,
                 direct=direct, fsync=self._config.fsync, mtime_ns=entry.used_ns,
             )  # fmt: skip
 
@@ -361,12 +360,12 @@ class ColdTier:
     def _probe_direct(self) -> bool:
         """Whether the filesystem takes O_DIRECT, found out by writing one page."""
         path = os.path.join(self._directory, chunkfile.temporary_name("probe"))
-        page = self._pool.get(ALIGN)
+        page = mmap.mmap(-1, ALIGN)  # aligned, as O_DIRECT wants it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_DIRECT | os.O_CLOEXEC
         try:
             fd = self._files.open(path, flags, 0o600)
             try:
-                self._files.pwritev(fd, [page.bytes()], 0)
+                self._files.pwritev(fd, [page], 0)
             finally:
                 self._files.close(fd)
         except OSError as error:

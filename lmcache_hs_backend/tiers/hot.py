@@ -8,8 +8,7 @@ files; making a chunk clean is somebody else's work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,16 +16,9 @@ from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.chunk import LayerSpec
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, slot_bytes
 
-#: at::internal::GRAIN_SIZE: smaller tensors are copied by the calling thread.
-_SERIAL_NUMEL = 32768
-
-
-class Move(NamedTuple):
-    """Rows of one layer of one chunk on their way between a tensor and a slot."""
-
-    first_row: int  # in the tensor
-    num_tokens: int
-    slot: Slot
+#: Rows of one layer of one chunk on their way between a tensor and a slot: the first row in the tensor, how many, and
+#: the slot.
+Move = tuple[int, int, Slot]
 
 
 class HotTier:
@@ -110,7 +102,7 @@ class HotTier:
 
     # -- without it ------------------------------------------------------------------------------------
 
-    def copy_in(self, rows: torch.Tensor, moves: Sequence[Move]) -> None:
+    def copy_in(self, rows: torch.Tensor, moves: Iterable[Move]) -> None:
         """Copy rows of one layer into their slots, one copy per run of adjacent slots.
 
         A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
@@ -131,7 +123,7 @@ class HotTier:
         if device.type == "cuda":
             self._stream(device).synchronize()
 
-    def copy_out(self, rows: torch.Tensor, moves: Sequence[Move]) -> None:
+    def copy_out(self, rows: torch.Tensor, moves: Iterable[Move]) -> None:
         """Copy leased slots of one layer into rows, converting to the dtype of ``rows``."""
         for target, slot in self._runs(rows, moves):
             target.copy_(slot)
@@ -141,44 +133,30 @@ class HotTier:
             self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def _runs(self, rows: torch.Tensor, moves: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of equal shape: rows of the tensor, and the memory of one or more adjacent slots."""
+    def _runs(self, rows: torch.Tensor, moves: Iterable[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of equal shape: rows of the tensor, and the memory of one or more slots.
+
+        Slots that follow each other both in the tensor and, without a gap, in memory make one pair.
+        """
         pairs = []
-        for first, count in _adjacent(moves):
-            move = moves[first]
-            spec, tokens = move.slot.spec, sum(m.num_tokens for m in moves[first : first + count])
-            memory = self.arena.rows_at(move.slot.offset, tokens, spec.hidden_dim, spec.dtype)
-            pairs.append((rows[move.first_row : move.first_row + tokens], memory))
+        spec: LayerSpec | None = None
+        # The run so far; ``end`` is where its next slot would begin.
+        row = tokens = offset = end = row_bytes = 0
+        for first_row, num_tokens, slot in moves:
+            begin, nbytes, its_spec = slot
+            if begin == end and first_row == row + tokens and its_spec == spec:
+                tokens += num_tokens
+            else:
+                if spec is not None:
+                    pairs.append(self._pair(rows, row, tokens, offset, spec))
+                row, tokens, offset, spec = first_row, num_tokens, begin, its_spec
+                row_bytes = spec.nbytes(1)
+            end = begin + nbytes if nbytes == num_tokens * row_bytes else -1  # padding ends a run
+        if spec is not None:
+            pairs.append(self._pair(rows, row, tokens, offset, spec))
         return pairs
 
-
-def _adjacent(moves: Sequence[Move]) -> list[tuple[int, int]]:
-    """Runs of moves whose rows follow each other both in the tensor and, without a gap, in memory."""
-    found = []
-    begin = 0
-    for end in range(1, len(moves) + 1):
-        if end < len(moves) and _follows(moves[end - 1], moves[end]):
-            continue
-        found.append((begin, end - begin))
-        begin = end
-    return found
-
-
-def _follows(a: Move, b: Move) -> bool:
-    return (
-        a.slot.offset + a.slot.nbytes == b.slot.offset
-        and a.slot.nbytes == a.slot.spec.nbytes(a.num_tokens)  # no padding in between
-        and a.first_row + a.num_tokens == b.first_row
-        and a.slot.spec == b.slot.spec
-    )
-
-
-def copy_serially(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)`` on this thread alone, piece by piece below the size at which torch goes parallel.
-
-    A parallel copy leaves torch's other threads spinning for work, each on a core that reading needs: it made a
-    retrieve from disk two to four times slower on two cores, and every I/O thread would get a team of its own.
-    """
-    step = max(1, (_SERIAL_NUMEL - 1) // source.shape[1])
-    for begin in range(0, source.shape[0], step):
-        target[begin : begin + step].copy_(source[begin : begin + step])
+    def _pair(
+        self, rows: torch.Tensor, row: int, tokens: int, offset: int, spec: LayerSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows[row : row + tokens], self.arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype)

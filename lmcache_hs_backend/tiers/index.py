@@ -86,6 +86,7 @@ class Entry:
     counted_hot: bool = False
     counted_dirty: bool = False
     counted_clean_bytes: int = 0
+    held_clean_bytes: int = 0  # what it counted for before a lease took it out of the clean ones
 
     def has(self, layer_idx: int) -> bool:
         """Whether either tier holds the layer."""
@@ -167,14 +168,25 @@ class Index:
         entry.standing = standing
 
     def hold(self, entry: Entry) -> None:
-        """A lease has begun: the chunk may not leave RAM. ``settle`` undoes it."""
+        """A first lease has begun: the chunk may not leave RAM. ``let_go`` or ``settle`` undoes it."""
         if self.clean.pop(entry.name, None) is not None:
             self.clean_bytes -= entry.counted_clean_bytes
-            entry.counted_clean_bytes = 0
+            entry.held_clean_bytes, entry.counted_clean_bytes = entry.counted_clean_bytes, 0
+
+    def let_go(self, entry: Entry) -> None:
+        """The last lease has ended and nothing else has changed: where it was before, as the youngest."""
+        nbytes = entry.held_clean_bytes
+        if nbytes:  # nobody has settled it since
+            entry.held_clean_bytes, entry.counted_clean_bytes = 0, nbytes
+            self.clean_bytes += nbytes
+            self.clean[entry.name] = entry
+        elif entry.name not in self.dirty:  # there it has stayed
+            self.settle(entry)
 
     def settle(self, entry: Entry) -> None:
         """Put an entry into the orders that fit its state. Called after every change to it."""
         name = entry.name
+        entry.held_clean_bytes = 0
         alive = not entry.gone
         hot = alive and bool(entry.hot)
         dirty = hot and entry.dirty

@@ -19,7 +19,6 @@ from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec
 from lmcache_hs_backend.chunkfile import MAX_LAYERS
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.headers import ensure_read
-from lmcache_hs_backend.tiers.hot import Move
 from lmcache_hs_backend.tiers.index import Entry, Slot, Standing, slot_bytes
 from lmcache_hs_backend.tiers.pair import TierPair
 
@@ -178,7 +177,7 @@ class Intake:
         try:
             for layer_idx, tensor in rows.items():
                 moves = [
-                    Move(want.ref.start - offset, want.ref.num_tokens, slots[layer_idx])
+                    (want.ref.start - offset, want.ref.num_tokens, slots[layer_idx])
                     for want, slots in zip(batch, placed, strict=True)
                     if layer_idx in slots
                 ]

@@ -62,12 +62,16 @@ class _Call(FileOp):
 class Mover:
     """A fixed set of I/O threads over one queue."""
 
-    def __init__(self, lock: threading.Lock, threads: int, on_crash: Callable[[], None]) -> None:
+    def __init__(
+        self, lock: threading.Lock, threads: int, on_crash: Callable[[], None], on_start: Callable[[], None]
+    ) -> None:
+        """``on_start`` is called first on each thread, ``on_crash`` where an operation has failed unexpectedly."""
         self._lock = lock
         self._work = threading.Condition(lock)
         #: Asked under the lock by an idle thread: for a write to start, or for how many seconds to wait.
         self.next_write: Callable[[], FileOp | float] = lambda: IDLE_SEC
         self._on_crash = on_crash
+        self._on_start = on_start
         self._reads: deque[FileOp] = deque()
         self._others: deque[FileOp] = deque()
         self._busy: dict[bytes, deque[FileOp]] = {}
@@ -147,6 +151,7 @@ class Mover:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _loop(self, number: int) -> None:
+        self._on_start()
         while True:
             with self._lock:
                 op = self._take()

@@ -29,11 +29,12 @@ from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.cold import ColdTier
-from lmcache_hs_backend.tiers.hot import HotTier, copy_serially
+from lmcache_hs_backend.tiers.hot import HotTier
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
 from lmcache_hs_backend.tiers.namespace import Namespace
 from lmcache_hs_backend.tiers.rate import RateMeter
+from lmcache_hs_backend.tiers.serial import copy_alone, work_alone
 from lmcache_hs_backend.tiers.space import NoRoom
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class TierPair:
         self.index = Index()
         self.hot = HotTier(capacity, self.index, self._evicted)
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
-        self.mover = Mover(self.lock, config.io_threads, lambda: metrics.add("errors_internal"))
+        self.mover = Mover(self.lock, config.io_threads, lambda: metrics.add("errors_internal"), work_alone)
         self.rate = RateMeter()
         self.cleared = False  # everything was dropped before the scan had found what is on disk
         self.write_again_at = 0.0  # no write is started before (monotonic): the last one found no room
@@ -64,17 +65,18 @@ class TierPair:
     def open(self, namespace: Namespace, files: FileLayer) -> None:
         """Attach the directory that this process owns."""
         self.cold = ColdTier(
-            self.config, namespace.directory, self.index, self.mover, self.lock, self.pool, self.metrics, files,
+            self.config, namespace.directory, self.index, self.mover, self.lock, self.metrics, files,
             give_up_file=self._give_up_file, on_change=self._cold_changed,
         )  # fmt: skip
 
     # -- transitions, lock held ------------------------------------------------------------------------
 
-    def lease(self, entry: Entry) -> None:
-        """Keep the slots of an entry where they are until ``release``."""
-        entry.leases += 1
-        if entry.leases == 1:
-            self.index.hold(entry)
+    def lease(self, *entries: Entry) -> None:
+        """Keep the slots of these entries where they are until ``release``."""
+        for entry in entries:
+            entry.leases += 1
+            if entry.leases == 1:
+                self.index.hold(entry)
 
     def release(self, entry: Entry) -> None:
         """End a lease; the last one of a chunk that is GONE frees its slots."""
@@ -87,7 +89,13 @@ class TierPair:
     def release_used(self, entries: Sequence[Entry]) -> None:
         """End a lease on each chunk of a sequence that was used: they become the youngest, the first most of all."""
         for entry in reversed(entries):
-            self.release(entry)
+            entry.leases -= 1
+            if entry.leases:
+                continue
+            if entry.gone:
+                self._vacate(entry)
+            else:
+                self.index.let_go(entry)
         self.index.touch(entries)
 
     def detach(self, entry: Entry) -> None:
@@ -246,10 +254,14 @@ class TierPair:
 
 
 class Arrival(NamedTuple):
-    """What became of one ``Read``: ``miss`` is a reason of metrics.MISSES, or None when the rows are there."""
+    """What became of one ``Read``: ``miss`` is a reason of metrics.MISSES, or None when the rows are there.
+
+    ``rows``: layer_idx → rows that the caller has to copy itself, good for as long as its own lease.
+    """
 
     position: int
     miss: str | None
+    rows: Mapping[int, torch.Tensor]
 
 
 class Waiter:
@@ -264,7 +276,8 @@ class Read(FileOp):
     """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory.
 
     For a caller that waits, the rows then go on into its result, on this thread: converting what has just
-    been read overlaps with the other reads, and no scratch memory waits for anybody.
+    been read overlaps with the other reads, and no scratch memory waits for anybody. A caller that has nothing
+    else to do meanwhile takes them itself, with all of torch's threads.
     """
 
     def __init__(
@@ -276,7 +289,7 @@ class Read(FileOp):
         waiter: Waiter | None = None,
         result: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Lock held. ``result``: layer_idx → where the chunk's rows go.
+        """Lock held. ``result``: layer_idx → where the chunk's rows go; None: the waiter copies them.
 
         Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for.
         """
@@ -287,20 +300,26 @@ class Read(FileOp):
         self._layer_idxs = layer_idxs
         self._position = position
         self._waiter = waiter
-        self._result = result or {}
+        self._result = result
+        self._rows: dict[int, torch.Tensor] = {}
         pair.lease(entry)
 
     def run(self) -> None:
         miss: str | None = "bad_file"
         try:
             miss = self._read()
+            if miss is None and self._result is not None:
+                for layer_idx, rows in self._rows.items():
+                    copy_alone(self._result[layer_idx], rows)
+                self._rows = {}
         finally:
             with self._pair.lock:
                 self._pair.release(self._entry)
             if self._waiter is not None:
-                self._waiter.arrivals.put(Arrival(self._position, miss))
+                self._waiter.arrivals.put(Arrival(self._position, miss, self._rows))
 
     def _read(self) -> str | None:
+        """Have the rows at hand, in ``_rows``; or why not."""
         pair, entry = self._pair, self._entry
         if self._waiter is not None and self._waiter.gave_up:
             return "timeout"
@@ -314,17 +333,13 @@ class Read(FileOp):
             if len(specs) < len(wanted):
                 return "bad_file"  # it was lost after the walk, and perhaps written again with fewer layers
             slots = self._slots(specs)
+        if not slots and self._waiter is None:
+            return None  # a prefetch has no other use for what it reads
         scratch: dict[int, torch.Tensor] = {}
-        if layout is not None and specs:
-            if not slots and self._waiter is None:
-                return None  # a prefetch has no other use for what it reads
-            miss = self._read_file(layout, specs, slots, scratch)
-            if miss is not None:
-                return miss
-        for layer_idx, target in self._result.items():
-            rows = scratch.get(layer_idx)
-            copy_serially(target, self._slot_rows(layer_idx) if rows is None else rows)
-        return None
+        miss = self._read_file(layout, specs, slots, scratch) if layout is not None and specs else None
+        if miss is None and self._waiter is not None:
+            self._rows = {idx: scratch[idx] if idx in scratch else self._slot_rows(idx) for idx in self._layer_idxs}
+        return miss
 
     def _slots(self, specs: Sequence[LayerSpec]) -> dict[int, Slot]:
         """Lock held. Slots for all the layers, or none: then nothing is promoted."""

@@ -1,7 +1,8 @@
 """Rows on their way out: walk the prompt, ask for its KV, read what is cold, copy what is hot.
 
 The caller gets a true prefix of the prompt in memory that nobody else writes, now or later. Cold chunks
-are read and converted by the I/O threads, all at once, while the caller's thread copies the hot ones. No
+are read and converted by the I/O threads, all at once, while the caller's thread copies the hot ones
+(and the cold ones too, when they are very few). No
 chunk can leave RAM in between: the walk leases what it found.
 """
 
@@ -9,24 +10,27 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.headers import ensure_read
-from lmcache_hs_backend.tiers.hot import Move
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.pair import Read, TierPair, Waiter
 
+#: With so few reads nothing overlaps: the caller copies what arrives, with torch's threads instead of one of ours.
+_FEW_READS = 2
 
-class _Hit(NamedTuple):
-    """A leased chunk of a walk, and the layers of it that must be read."""
 
-    ref: ChunkRef
-    entry: Entry
-    cold: tuple[int, ...]
+class _Walk(NamedTuple):
+    """What a walk over a prompt has found: its leased chunks, from the first on."""
+
+    entries: list[Entry]
+    cold: dict[int, tuple[int, ...]]  # by position: the layers that must be read
+    specs: list[LayerSpec]  # of the first chunk
+    miss: str | None  # why the next chunk does not count
 
 
 class Serve:
@@ -50,26 +54,28 @@ class Serve:
         ensure_read(pair, refs, deadline - time.monotonic())
         waiter = Waiter()
         with pair.lock:
-            hits, specs, miss = self._walk(refs, layer_idxs, dtype is None)
-        served = 0
+            walk = self._walk(refs, layer_idxs, dtype is None)
+        entries, miss, served = walk.entries, walk.miss, 0
+        cold: list[int] = []
         try:
             asked_ns = time.monotonic_ns()
-            answers = pair.presence([hit.ref.kv_key for hit in hits], False)
+            answers = pair.presence([ref.kv_key for ref in refs[: len(entries)]], False)
             with pair.lock:
-                known, miss = self._judge(hits, answers, asked_ns, miss)
-            cold: list[int] = []
+                known, miss = self._judge(refs, entries, answers, asked_ns, miss)
             if known:
-                tokens = hits[known - 1].ref.end
-                rows = {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
-                cold = self._submit_reads(hits[:known], rows, waiter)
-                self._copy_hot(hits[:known], rows)
-                served, miss = self._await_reads(known, cold, waiter, deadline, miss)
+                tokens = refs[known - 1].end
+                rows = {spec.layer_idx: self._output(tokens, spec, dtype) for spec in walk.specs}
+                cold = [position for position in walk.cold if position < known]
+                if cold:
+                    self._submit_reads(refs, walk, cold, rows, waiter)
+                self._copy_hot(refs[:known], walk, rows)
+                served, miss = self._await_reads(refs[:known], cold, rows, waiter, deadline, miss)
         finally:
             waiter.gave_up = True
             with pair.lock:
-                for hit in hits[served:]:
-                    pair.release(hit.entry)
-                pair.release_used([hit.entry for hit in hits[:served]])
+                for entry in entries[served:]:
+                    pair.release(entry)
+                pair.release_used(entries[:served])
         if miss is not None:
             pair.metrics.add(f"misses_{miss}")
         if not served:
@@ -77,7 +83,7 @@ class Serve:
         from_disk = sum(position < served for position in cold)
         pair.metrics.add("hits_hot", served - from_disk)
         pair.metrics.add("hits_cold", from_disk)
-        tokens = hits[served - 1].ref.end
+        tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None) -> None:
@@ -106,60 +112,67 @@ class Serve:
 
     # -- the walk, lock held -----------------------------------------------------------------------------
 
-    def _walk(
-        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool
-    ) -> tuple[list[_Hit], list[LayerSpec], str | None]:
-        """Lease the chunks, from the first on, that have every layer in one shape.
+    def _walk(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool) -> _Walk:
+        """Lease the chunks, from the first on, that have every layer in one shape."""
+        walk = _Walk([], {}, [], None)
+        if not self.closed:
+            walk = walk._replace(miss=self._look_up(refs, layer_idxs, native, walk))
+            self._pair.lease(*walk.entries)
+        return walk
 
-        Returns them, the layers of the first of them, and why the next chunk does not count.
-        """
-        hits: list[_Hit] = []
-        first: list[LayerSpec] = []
-        if self.closed:
-            return hits, first, None
+    def _look_up(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool, walk: _Walk) -> str | None:
+        """Add to the walk what may be served. Why the chunk behind it may not; None at the prompt's end."""
         pair = self._pair
+        found, first = walk.entries, walk.specs
         entries, readable = pair.index.entries, pair.cold.readable
         for ref in refs:
             entry = entries.get(ref.name)
             if entry is None or entry.standing is Standing.UNREAD:
-                return hits, first, "absent"
+                return "absent"
             if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
-                return hits, first, "collision"
+                return "collision"
             specs = []
             cold: tuple[int, ...] = ()
             for layer_idx in layer_idxs:
                 slot = entry.hot.get(layer_idx)
                 spec = slot.spec if slot is not None else entry.spec(layer_idx)
                 if spec is None:
-                    return hits, first, "layer"
+                    return "layer"
                 if slot is None:
                     if not readable:
-                        return hits, first, "offline"
+                        return "offline"
                     cold += (layer_idx,)
                 specs.append(spec)
-            if not hits:
-                first = specs
+            if not found:
+                first += specs
             elif specs != first and (native or [s.hidden_dim for s in specs] != [s.hidden_dim for s in first]):
-                return hits, first, "shape"
-            pair.lease(entry)
-            hits.append(_Hit(ref, entry, cold))
-        return hits, first, None
+                return "shape"
+            if cold:
+                walk.cold[len(found)] = cold
+            found.append(entry)
+        return None
 
     def _judge(
-        self, hits: Sequence[_Hit], answers: Sequence[Presence], asked_ns: int, miss: str | None
+        self,
+        refs: Sequence[ChunkRef],
+        entries: Sequence[Entry],
+        answers: Sequence[Presence],
+        asked_ns: int,
+        miss: str | None,
     ) -> tuple[int, str | None]:
         """How many of the chunks may be served, as to their KV; those whose KV is gone leave both tiers."""
-        known = next((n for n, answer in enumerate(answers) if answer is not Presence.PRESENT), len(hits))
-        for hit in hits[:known]:
-            if hit.entry.standing is not Standing.CONFIRMED or hit.entry.uncounted:
-                self._pair.confirm(hit.entry, hit.ref.kv_key)
-                hit.entry.uncounted = frozenset()
-        for hit, answer in zip(hits[known:], answers[known:], strict=True):
-            gone = answer is Presence.GONE and hit.entry.standing is Standing.CONFIRMED
-            if hit is hits[known]:
+        known = next((n for n, answer in enumerate(answers) if answer is not Presence.PRESENT), len(entries))
+        for position, entry in enumerate(entries[:known]):
+            if entry.standing is not Standing.CONFIRMED or entry.uncounted:
+                self._pair.confirm(entry, refs[position].kv_key)
+                entry.uncounted = frozenset()
+        for position in range(known, len(entries)):
+            entry, answer = entries[position], answers[position]
+            gone = answer is Presence.GONE and entry.standing is Standing.CONFIRMED
+            if position == known:
                 miss = "kv_gone" if gone else "kv_absent" if answer is Presence.GONE else "kv_unknown"
-            if gone and hit.entry.seen_ns < asked_ns:  # nobody has seen it since
-                self._pair.kv_gone(hit.entry)
+            if gone and entry.seen_ns < asked_ns:  # nobody has seen it since
+                self._pair.kv_gone(entry)
         return known, miss
 
     # -- the rows, without the lock ----------------------------------------------------------------------
@@ -171,37 +184,42 @@ class Serve:
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
         return self._pair.pool.get(tokens * hidden_dim * dtype.itemsize).rows(tokens, hidden_dim, dtype)
 
-    def _copy_hot(self, hits: Sequence[_Hit], rows: Mapping[int, torch.Tensor]) -> None:
+    def _copy_hot(self, refs: Sequence[ChunkRef], walk: _Walk, rows: Mapping[int, torch.Tensor]) -> None:
         for layer_idx, tensor in rows.items():
-            self._pair.hot.copy_out(
-                tensor,
-                [
-                    Move(hit.ref.start, hit.ref.num_tokens, hit.entry.hot[layer_idx])
-                    for hit in hits
-                    if not hit.cold or layer_idx not in hit.cold
-                ],
-            )
+            pairs: Iterable[tuple[ChunkRef, Entry]] = zip(refs, walk.entries, strict=False)
+            if walk.cold:
+                pairs = [pair for n, pair in enumerate(pairs) if layer_idx not in walk.cold.get(n, ())]
+            moves = [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]
+            self._pair.hot.copy_out(tensor, moves)
 
-    def _submit_reads(self, hits: Sequence[_Hit], rows: Mapping[int, torch.Tensor], waiter: Waiter) -> list[int]:
-        """Have all cold chunks read into their part of the result, side by side; which ones they are."""
-        cold = [position for position, hit in enumerate(hits) if hit.cold]
-        results = {
-            position: {idx: rows[idx][hits[position].ref.start : hits[position].ref.end] for idx in hits[position].cold}
-            for position in cold
-        }
+    def _submit_reads(
+        self,
+        refs: Sequence[ChunkRef],
+        walk: _Walk,
+        positions: Sequence[int],
+        rows: Mapping[int, torch.Tensor],
+        waiter: Waiter,
+    ) -> None:
+        """Have cold chunks read side by side, and each copied into its part of the result as it arrives."""
+        results: list[dict[int, torch.Tensor] | None] = [None] * len(positions)
+        if len(positions) > _FEW_READS:
+            results = [{idx: rows[idx][refs[p].start : refs[p].end] for idx in walk.cold[p]} for p in positions]
         with self._pair.lock:
-            for position, result in results.items():
-                hit = hits[position]
-                self._pair.mover.submit(Read(self._pair, hit.entry, hit.cold, position, waiter, result))
-        return cold
+            for p, result in zip(positions, results, strict=True):
+                self._pair.mover.submit(Read(self._pair, walk.entries[p], walk.cold[p], p, waiter, result))
 
     @staticmethod
     def _await_reads(
-        known: int, cold: Collection[int], waiter: Waiter, deadline: float, miss: str | None
+        refs: Sequence[ChunkRef],
+        cold: Collection[int],
+        rows: Mapping[int, torch.Tensor],
+        waiter: Waiter,
+        deadline: float,
+        miss: str | None,
     ) -> tuple[int, str | None]:
         """How many chunks are whole when every read is over, or the time is, and why the next one is not."""
         waiting = set(cold)
-        served = known
+        served = len(refs)
         while waiting:
             try:
                 arrival = waiter.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -210,6 +228,9 @@ class Serve:
                     served, miss = min(waiting), "timeout"
                 break
             waiting.remove(arrival.position)
+            ref = refs[arrival.position]
+            for layer_idx, source in arrival.rows.items():
+                rows[layer_idx][ref.start : ref.end].copy_(source)
             if arrival.miss is not None and arrival.position < served:
                 served, miss = arrival.position, arrival.miss
         return served, miss

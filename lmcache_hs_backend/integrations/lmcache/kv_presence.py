@@ -65,10 +65,13 @@ class KvPresence:
             for name, backend in list(manager.storage_backends.items())
             if not getattr(real_backend(backend), "holds_no_kv", False)
         }
+        self._seen |= backends.keys()
         quick = all(map(_is_memory_only, backends.values()))
         answers: list[Presence] = []
         if quick or not memory_only:
             answers = [Presence.PRESENT] * manager.batched_contains(list(keys))[0]
+            if len(answers) == len(keys):
+                return answers
         # The batched walk passes each backend once, so it stops at the first prefix that is spread over two.
         reachable = self._reachable(manager, backends, memory_only)
         certain = len(reachable) == len(backends) and self._complete(manager, backends)
@@ -94,7 +97,6 @@ class KvPresence:
 
     def _complete(self, manager: Any, backends: dict[str, Any]) -> bool:
         """Whether there is no other place where the KV may be."""
-        self._seen |= backends.keys()
         engine = self._engine() if self._engine is not None else None
         healthy = engine is None or engine.is_healthy()
         # A backend that has been closed may come back, with all that it held.

@@ -24,7 +24,6 @@ import torch
 from lmcache_hs_backend.chunk import (
     DTYPES,
     ChunkRef,
-    KeyedChunk,
     chunk_name,
     chunk_refs,
     token_bytes,
@@ -294,13 +293,8 @@ class TieredHiddenStateStore:
             token_ids = token_ids.tolist()
         elif not isinstance(token_ids, list):
             token_ids = list(token_ids)
-        chunks = [
-            KeyedChunk(start, end, key.to_string(), key.chunk_hash_hex, key)
-            for start, end, key in self._token_database.process_tokens(
-                tokens=token_ids, request_configs=request_configs
-            )
-        ]
-        return chunk_refs(chunks, ids)
+        chunks = self._token_database.process_tokens(tokens=token_ids, request_configs=request_configs)
+        return chunk_refs(((start, end, key.to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids)
 
     def _name_of_hash(self, chunk_hash: int) -> bytes:
         return key_name(self._token_database._make_key_by_hash(chunk_hash))
