@@ -77,7 +77,7 @@ def test_a_prompt_that_is_stored_again_while_recovery_is_under_way_counts(
 
 def _let_recovery_find_the_files_during_a_copy(monkeypatch) -> None:
     copying = threading.Event()
-    scan, copy = Recovery._scan_own, Intake._copy
+    scan, copy = Recovery._scan_top, Intake._copy
 
     def scan_late(recovery):
         assert copying.wait(10)
@@ -88,7 +88,7 @@ def _let_recovery_find_the_files_during_a_copy(monkeypatch) -> None:
         wait_until(lambda: len(intake._pair.index.entries) == 4)
         copy(intake, *arguments)
 
-    monkeypatch.setattr(Recovery, "_scan_own", scan_late)
+    monkeypatch.setattr(Recovery, "_scan_top", scan_late)
     monkeypatch.setattr(Intake, "_copy", copy_slowly)
 
 

@@ -286,17 +286,19 @@ class ColdTier:
         name = f"{entry.name.hex()}.{time.time_ns():x}.{bad.reason}{chunkfile.SUFFIX}"
         target = os.path.join(self._directory, QUARANTINE, name)
         moved = bad.reason != "missing"
+        size = 0
         if moved:
             try:
                 self._rename(self.path(entry.name), target)
+                size = os.lstat(target).st_size
             except FileNotFoundError:
                 moved = False
             except OSError as error:
                 self.health.failed("write", error)
                 moved = False
         with self._lock:
-            size, entry.file_bytes = entry.file_bytes, 0
-            self.space.usage.own -= size
+            self.space.usage.own -= entry.file_bytes
+            entry.file_bytes = 0
             if moved:
                 self.space.usage.quarantine += size
                 self.space.quarantined.append(FoundFile(target, size, 0, b""))

@@ -141,6 +141,7 @@ class Index:
         self.clean_bytes = 0
         self.hot_chunks = 0
         self.dirty_chunks = 0
+        self._used_early: list[Entry] = []  # see date
         self._layouts: dict[FileLayout, FileLayout] = {}
         self._last_ns = 0
 
@@ -153,6 +154,27 @@ class Index:
         self.standings[entry.standing] += 1
         entry.used_ns = self.tick()
         self.settle(entry)
+
+    def add_found(self, name: bytes, file_bytes: int) -> None:
+        """A new chunk of which no more is known than that it has a file, oldest of all until ``date`` is called."""
+        self.entries[name] = self.cold[name] = Entry(name, Standing.UNREAD, file_bytes=file_bytes)
+        self.standings[Standing.UNREAD] += 1
+
+    def date(self, entry: Entry, used_ns: int) -> None:
+        """When a found chunk was last used, said of all of them in that order. A use since then counts more."""
+        entry.saved_ns = used_ns
+        if entry.used_ns:
+            self._used_early.append(entry)
+        else:
+            entry.used_ns = used_ns
+        self.cold.move_to_end(entry.name)
+
+    def all_dated(self) -> None:
+        """That was the last of them: those that were used before they had a date are the youngest."""
+        used, self._used_early = self._used_early, []
+        for entry in sorted(used, key=lambda entry: entry.used_ns):
+            if entry.name in self.cold:
+                self.cold.move_to_end(entry.name)
 
     def remove(self, entry: Entry) -> None:
         """The chunk is GONE: out of the index and of every order. Its slots and file stay to be freed."""

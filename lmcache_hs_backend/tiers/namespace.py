@@ -193,23 +193,36 @@ def scan_chunks(directory: str) -> Iterator[FoundFile]:
     Names and sizes only; anything else that lies there (foreign files) is passed over, and whatever kind of
     thing is named like a chunk is reported as one: the reader looks before it opens.
     """
-    with _listed(directory) as entries:
-        folders = [e.path for e in entries if _FAN_OUT.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-    for folder in sorted(folders):
+    for folder in fan_out_folders(directory):
         yield from scan_folder(folder)
+
+
+def fan_out_folders(directory: str) -> list[str]:
+    """The fan-out directories of a namespace (or archive) directory."""
+    with _listed(directory) as entries:
+        return sorted(e.path for e in entries if _FAN_OUT.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+
+
+def chunk_names(folder: str) -> list[bytes]:
+    """The chunks in one fan-out directory, by name alone: that costs no look at the files themselves."""
+    first = os.path.basename(folder)
+    with _listed(folder) as entries:
+        matches = [_CHUNK_FILE.fullmatch(entry.name) for entry in entries if entry.name.startswith(first)]
+    return [bytes.fromhex(match[1]) for match in matches if match is not None]
 
 
 def scan_folder(folder: str) -> Iterator[FoundFile]:
     """One fan-out directory; see scan_chunks. A folder or file that vanishes meanwhile is passed over."""
+    first = os.path.basename(folder)
     with _listed(folder) as entries:
         for entry in entries:
             match = _CHUNK_FILE.fullmatch(entry.name)
-            belongs = match is not None and match[1].startswith(os.path.basename(folder))
-            if not belongs and not is_temporary(entry.name):
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                name = bytes.fromhex(match[1]) if match is not None and belongs else b""
+            name = bytes.fromhex(match[1]) if match is not None and entry.name.startswith(first) else b""
+            if name or is_temporary(entry.name):
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
                 yield FoundFile(entry.path, info.st_size, info.st_mtime_ns, name)
 
 

@@ -18,16 +18,19 @@ from typing import TypeVar
 
 from lmcache_hs_backend.chunkfile import is_temporary
 from lmcache_hs_backend.config import GIB
-from lmcache_hs_backend.tiers.index import Entry, Standing
+from lmcache_hs_backend.tiers.index import Entry
 from lmcache_hs_backend.tiers.mover import Executor
 from lmcache_hs_backend.tiers.namespace import (
     ARCHIVE,
     QUARANTINE,
     FoundFile,
     NamespaceLock,
+    chunk_names,
+    fan_out_folders,
     namespaces,
     scan_chunks,
     scan_flat,
+    scan_folder,
 )
 from lmcache_hs_backend.tiers.pair import TierPair
 
@@ -36,6 +39,8 @@ logger = logging.getLogger(__name__)
 _UNDER_ONE_LOCK = 1000
 _HEADERS_PER_HOP = 64
 _TRIMMED_PER_HOP = 32
+#: What a file counts for until its size is known: it has one.
+_UNCOUNTED = 1
 
 T = TypeVar("T")
 
@@ -50,21 +55,33 @@ class Recovery:
         self._executor = executor
 
     async def scan(self) -> None:
-        """Count and index everything by name and size. No write may start before this is done."""
+        """Index everything by name, then count it by size. No write may start before this is done.
+
+        The names are there long before the sizes: those take a look at every file, and nobody who asks for a
+        chunk has to wait for them.
+        """
         loop = asyncio.get_running_loop()
-        files = await loop.run_in_executor(self._executor, self._scan_own)
-        chunks = sorted((file for file in files if file.name), key=lambda file: file.mtime_ns)
-        for batch in _batches(chunks, _UNDER_ONE_LOCK):
+        folders = await loop.run_in_executor(self._executor, self._scan_top)
+        for folder in folders:
+            names = await loop.run_in_executor(self._executor, chunk_names, folder)
+            with self._pair.lock:
+                for name in names:
+                    self._add(name)
+        files = await loop.run_in_executor(self._executor, self._scan_own, folders)
+        files.sort(key=lambda file: file.mtime_ns)
+        for batch in _batches(files, _UNDER_ONE_LOCK):
             with self._pair.lock:
                 for file in batch:
-                    self._add(file)
+                    self._count(file)
+        with self._pair.lock:
+            self._pair.index.all_dated()
         await loop.run_in_executor(self._executor, self._scan_aside)
         await loop.run_in_executor(self._executor, self._scan_dead)
         usage = self._pair.cold.space.usage
         if usage.total:
             logger.info(
                 "found in %s: %d chunk(s) of %.3g GB; set aside or of other namespaces: %.3g GB; limit %.3g GB",
-                self._directory, len(chunks), usage.own / GIB, (usage.total - usage.own) / GIB,
+                self._directory, len(files), usage.own / GIB, (usage.total - usage.own) / GIB,
                 self._pair.config.max_cold_size,
             )  # fmt: skip
 
@@ -93,15 +110,20 @@ class Recovery:
 
     # -- on an I/O thread --------------------------------------------------------------------------------
 
-    def _scan_own(self) -> list[FoundFile]:
+    def _scan_top(self) -> list[str]:
+        """The fan-out directories of this namespace."""
+        for file in scan_flat(self._directory):
+            if is_temporary(os.path.basename(file.path)):
+                self._remove(file.path)
+        return fan_out_folders(self._directory)
+
+    def _scan_own(self, folders: Iterable[str]) -> list[FoundFile]:
+        """The chunks of this namespace; what a crash has left beside them goes."""
         files = []
-        for file in scan_chunks(self._directory):
+        for file in itertools.chain.from_iterable(map(scan_folder, folders)):
             if file.name:
                 files.append(file)
             else:
-                self._remove(file.path)
-        for file in scan_flat(self._directory):
-            if is_temporary(os.path.basename(file.path)):
                 self._remove(file.path)
         return files
 
@@ -161,21 +183,28 @@ class Recovery:
     def _trim_batch(self) -> bool:
         return all(self._pair.cold.space.trim() for _ in range(_TRIMMED_PER_HOP))
 
-    def _add(self, file: FoundFile) -> None:
+    def _add(self, name: bytes) -> None:
         """Lock held. A chunk that was stored meanwhile has a file now that nobody has looked into."""
         index = self._pair.index
-        entry = index.get(file.name)
-        nbytes = max(1, file.size)  # an empty file is one too, and has to be set aside
-        self._pair.cold.space.usage.own += nbytes
+        entry = index.get(name)
+        self._pair.cold.space.usage.own += _UNCOUNTED
         if entry is not None:
-            entry.file_bytes = nbytes
+            entry.file_bytes = _UNCOUNTED
             index.settle(entry)
             return
-        entry = Entry(file.name, Standing.UNREAD, file_bytes=nbytes, saved_ns=file.mtime_ns)
-        index.add(entry)
-        entry.used_ns = file.mtime_ns
+        index.add_found(name, _UNCOUNTED)
         if self._pair.cleared:  # before it was known what there was to clear
-            self._pair.forget(entry)
+            self._pair.forget(index.entries[name])
+
+    def _count(self, file: FoundFile) -> None:
+        """Lock held. What has left meanwhile stays away."""
+        entry = self._pair.index.get(file.name)
+        if entry is None or not entry.file_bytes:
+            return
+        nbytes = max(_UNCOUNTED, file.size)  # an empty file is one too, and has to be set aside
+        self._pair.cold.space.usage.own += nbytes - entry.file_bytes
+        entry.file_bytes = nbytes
+        self._pair.index.date(entry, file.mtime_ns)
 
     @staticmethod
     def _remove(path: str) -> None:
