@@ -116,7 +116,10 @@ class Entry:
 
     @property
     def dirty(self) -> bool:
-        return any(not self.on_file(layer_idx) for layer_idx in self.hot)
+        filed = self.filed
+        if filed is None:
+            return bool(self.hot)
+        return any(filed.spec(layer_idx) is None for layer_idx in self.hot)
 
     @property
     def hot_bytes(self) -> int:
@@ -278,7 +281,7 @@ class Index:
 
     @staticmethod
     def _place(order: OrderedDict[bytes, Entry], entry: Entry, belongs: bool) -> None:
-        if not belongs:
+        if belongs:
+            order.setdefault(entry.name, entry)
+        else:
             order.pop(entry.name, None)
-        elif entry.name not in order:
-            order[entry.name] = entry

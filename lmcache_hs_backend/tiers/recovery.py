@@ -133,9 +133,11 @@ class Recovery:
         quarantined = sorted(scan_flat(os.path.join(self._directory, QUARANTINE)), key=lambda f: f.mtime_ns)
         archived = sorted(scan_chunks(os.path.join(self._directory, ARCHIVE)), key=lambda f: f.mtime_ns)
         with self._pair.lock:
+            known = {file.path for file in space.quarantined}  # set aside since we started
             for file in quarantined:
-                space.quarantined.append(file)
-                space.usage.quarantine += file.size
+                if file.path not in known:
+                    space.quarantined.append(file)
+                    space.usage.quarantine += file.size
             for file in archived:
                 if file.name and file.name not in space.archived:
                     space.count_archived(file.name, file.size)

@@ -1,0 +1,109 @@
+"""A start in two looks: names first, so that chunks can be served, then sizes, so that the limit holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prompts import IDENT, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, settings
+from waiting import wait_until
+
+from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.recovery import Recovery
+
+
+class Between:
+    """A store that knows the names of its files and waits, before it looks at their sizes, for ``go_on``."""
+
+    def __init__(self, store: TieredStore, gate: threading.Event) -> None:
+        self.store = store
+        self._gate = gate
+
+    def go_on(self) -> None:
+        self._gate.set()
+        assert self.store.wait_recovered(20)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> list[tuple[Prompt, torch.Tensor]]:
+    """Four prompts of two chunks on disk, the first one stored being the least recently used."""
+    made = []
+    with opened(tmp_path) as store:
+        for _ in range(4):
+            p, x = prompt(2), rows(64)
+            assert store.store(p.refs, p.bytes, {0: x}) == 2
+            made.append((p, x))
+    return made
+
+
+@pytest.fixture
+def between(tmp_path: Path, left: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Between]:
+    gate = threading.Event()
+    scan: Callable[..., object] = Recovery._scan_own
+
+    def scan_later(recovery: Recovery, folders: list[str]) -> object:
+        assert gate.wait(20)
+        return scan(recovery, folders)
+
+    monkeypatch.setattr(Recovery, "_scan_own", scan_later)
+    store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
+    try:
+        wait_until(lambda: len(store) == 8)
+        yield Between(store, gate)
+    finally:
+        gate.set()
+        store.close()
+
+
+def test_a_chunk_is_served_before_anybody_knows_the_size_of_its_file(between: Between, left) -> None:
+    p, x = left[1]
+    assert torch.equal(between.store.retrieve(p.refs, [0])[0], x.float())
+    between.go_on()
+    assert between.store.stats()["cold_bytes"] == sum(file.stat().st_size for file in chunk_files_of(between.store))
+    check_balance(between.store)
+
+
+def test_what_was_used_meanwhile_is_the_youngest_and_the_rest_keeps_its_order(between: Between, left) -> None:
+    between.store.retrieve(left[0][0].refs, [0])
+    between.go_on()
+    order = list(between.store._pair.index.cold)
+    expected = [name for number in (1, 2, 3, 0) for name in reversed(left[number][0].names)]
+    assert order == expected
+
+
+def test_what_was_dropped_meanwhile_does_not_come_back(between: Between, left) -> None:
+    gone = left[2][0]
+    assert between.store.drop(gone.names) == 2
+    between.go_on()
+    wait_until(lambda: len(chunk_files_of(between.store)) == 6)
+    assert len(between.store) == 6
+    assert between.store.retrieve(gone.refs, [0]) == {}
+    check_balance(between.store)
+
+
+def test_a_bad_file_that_is_found_meanwhile_is_counted_with_its_real_size(between: Between, left) -> None:
+    bad = left[3][0]
+    path = Path(between.store._pair.cold.path(bad.names[0]))
+    path.write_bytes(b"x" * 5000)
+    assert between.store.retrieve(bad.refs, [0]) == {}
+    between.go_on()
+    assert between.store.stats()["quarantined_chunks"] == 1
+    assert between.store._pair.cold.space.usage.quarantine == 5000
+    check_balance(between.store)
+
+
+def test_nothing_is_written_before_the_sizes_are_known(between: Between, left) -> None:
+    p = prompt(2)
+    assert between.store.store(p.refs, p.bytes, {0: rows(64)}) == 2
+    assert between.store.flush(0.1) == 2
+    between.go_on()
+    assert between.store.flush(10) == 0
+    assert len(chunk_files_of(between.store)) == 10
+    check_balance(between.store)
+
+
+def chunk_files_of(store: TieredStore) -> list[Path]:
+    return chunk_files(Path(store.directory).parent)
