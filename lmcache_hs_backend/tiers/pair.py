@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MIN_IDLE_BUFFERS = 256 << 20
 _NO_ROOM_SEC = 0.2
+_ENOUGH = 2  # arrivals that wait for their caller to copy them
 
 
 class TierPair:
@@ -271,13 +272,17 @@ class Waiter:
         self.arrivals: SimpleQueue[Arrival] = SimpleQueue()
         self.gave_up = False  # what has not started need not
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has enough to do with what has arrived."""
+        return self.arrivals.qsize() >= _ENOUGH
+
 
 class Read(FileOp):
     """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory.
 
-    For a caller that waits, the rows then go on into its result, on this thread: converting what has just
-    been read overlaps with the other reads, and no scratch memory waits for anybody. A caller that has nothing
-    else to do meanwhile takes them itself, with all of torch's threads.
+    For a caller that waits, the rows then go on into its result, while the other reads go on. The caller copies
+    them itself, so that this thread is free for the next read; when it falls behind, this thread does.
     """
 
     def __init__(
@@ -289,7 +294,7 @@ class Read(FileOp):
         waiter: Waiter | None = None,
         result: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Lock held. ``result``: layer_idx → where the chunk's rows go; None: the waiter copies them.
+        """Lock held. ``result``: layer_idx → where the chunk's rows go.
 
         Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for.
         """
@@ -300,7 +305,7 @@ class Read(FileOp):
         self._layer_idxs = layer_idxs
         self._position = position
         self._waiter = waiter
-        self._result = result
+        self._result = result or {}
         self._rows: dict[int, torch.Tensor] = {}
         pair.lease(entry)
 
@@ -308,7 +313,7 @@ class Read(FileOp):
         miss: str | None = "bad_file"
         try:
             miss = self._read()
-            if miss is None and self._result is not None:
+            if self._waiter is not None and self._waiter.is_behind:
                 for layer_idx, rows in self._rows.items():
                     copy_alone(self._result[layer_idx], rows)
                 self._rows = {}

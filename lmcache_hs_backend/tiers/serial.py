@@ -8,8 +8,11 @@ team of its own. The size of a team is a property of the thread that forms it (O
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -22,12 +25,33 @@ _SERIAL_NUMEL = 32768
 def work_alone() -> None:
     """Have the calling thread form no teams, where torch's OpenMP runtime can be found. Nothing else changes."""
     torch.get_num_threads()  # torch sets the team's size on a thread's first use; after that it stays as we want it
+    for runtime in _runtimes():
+        runtime.omp_set_num_threads(1)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """The same for as long as the block runs, on a thread that is not ours."""
+    threads = torch.get_num_threads()
+    work_alone()
+    try:
+        yield
+    finally:
+        for runtime in _runtimes():
+            runtime.omp_set_num_threads(threads)
+
+
+@functools.cache
+def _runtimes() -> list[ctypes.CDLL]:
+    found = []
     for name in _RUNTIMES:
         try:
             runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only one that is in use already
-            runtime.omp_set_num_threads(1)
+            runtime.omp_set_num_threads.argtypes = [ctypes.c_int]
         except (OSError, AttributeError):
             continue
+        found.append(runtime)
+    return found
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,13 +1,13 @@
 """Rows on their way out: walk the prompt, ask for its KV, read what is cold, copy what is hot.
 
 The caller gets a true prefix of the prompt in memory that nobody else writes, now or later. Cold chunks
-are read and converted by the I/O threads, all at once, while the caller's thread copies the hot ones
-(and the cold ones too, when they are very few). No
-chunk can leave RAM in between: the walk leases what it found.
+are read by the I/O threads, all at once, while the caller's thread copies the hot ones, and then what has
+arrived. No chunk can leave RAM in between: the walk leases what it found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,8 +19,9 @@ from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.pair import Read, TierPair, Waiter
+from lmcache_hs_backend.tiers.serial import alone, copy_alone
 
-#: With so few reads nothing overlaps: the caller copies what arrives, with torch's threads instead of one of ours.
+#: With so few reads there is nothing that torch's threads could get in the way of.
 _FEW_READS = 2
 
 
@@ -201,9 +202,7 @@ class Serve:
         waiter: Waiter,
     ) -> None:
         """Have cold chunks read side by side, and each copied into its part of the result as it arrives."""
-        results: list[dict[int, torch.Tensor] | None] = [None] * len(positions)
-        if len(positions) > _FEW_READS:
-            results = [{idx: rows[idx][refs[p].start : refs[p].end] for idx in walk.cold[p]} for p in positions]
+        results = [{idx: rows[idx][refs[p].start : refs[p].end] for idx in walk.cold[p]} for p in positions]
         with self._pair.lock:
             for p, result in zip(positions, results, strict=True):
                 self._pair.mover.submit(Read(self._pair, walk.entries[p], walk.cold[p], p, waiter, result))
@@ -220,17 +219,19 @@ class Serve:
         """How many chunks are whole when every read is over, or the time is, and why the next one is not."""
         waiting = set(cold)
         served = len(refs)
-        while waiting:
-            try:
-                arrival = waiter.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                if min(waiting) < served:
-                    served, miss = min(waiting), "timeout"
-                break
-            waiting.remove(arrival.position)
-            ref = refs[arrival.position]
-            for layer_idx, source in arrival.rows.items():
-                rows[layer_idx][ref.start : ref.end].copy_(source)
-            if arrival.miss is not None and arrival.position < served:
-                served, miss = arrival.position, arrival.miss
+        copy = torch.Tensor.copy_ if len(cold) <= _FEW_READS else copy_alone
+        with alone() if copy is copy_alone else contextlib.nullcontext():
+            while waiting:
+                try:
+                    arrival = waiter.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    if min(waiting) < served:
+                        served, miss = min(waiting), "timeout"
+                    break
+                waiting.remove(arrival.position)
+                if arrival.miss is not None and arrival.position < served:
+                    served, miss = arrival.position, arrival.miss
+                ref = refs[arrival.position]
+                for layer_idx, source in arrival.rows.items():
+                    copy(rows[layer_idx][ref.start : ref.end], source)
         return served, miss
