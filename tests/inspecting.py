@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PROGRAM = [sys.executable, "-m", "lmcache_hs_backend.cli.inspect"]
+INSTALLED = Path(sysconfig.get_path("scripts")) / "lmcache-hs-inspect"
+
+#: The installed program; the same by its module where the package is only on the path.
+PROGRAM = [str(INSTALLED)] if INSTALLED.exists() else [sys.executable, "-m", "lmcache_hs_backend.cli.inspect"]
 
 #: Makes the import of these fail, as where they are not installed; read by the interpreter at its start.
 _BLOCKER = """

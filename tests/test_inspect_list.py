@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
+import signal
 import subprocess
 import termios
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cold_paths import CHUNK, MODEL, add_prompt, namespace, tokens_of
+from cold_paths import CHUNK, MODEL, add_prompt, file_bytes, namespace, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inspecting import PROGRAM, blocking, environment, fails, inspect, inspect_json
@@ -22,6 +24,7 @@ from waiting import wait_until
 from lmcache_hs_backend import chunkfile
 from lmcache_hs_backend.chunk import chunk_name
 from lmcache_hs_backend.cli import coldpath
+from lmcache_hs_backend.cli.parallel import in_processes
 from lmcache_hs_backend.tiers import namespace as ours
 
 FIELDS = {
@@ -63,8 +66,6 @@ class TestListing:
         directory = namespace(cold)
         prompt = add_prompt(directory, tokens_of(CHUNK), layers=(0,))
         header = chunkfile.read_header(chunkfile.FileLayer(), str(prompt.files[0]))
-        from cold_paths import file_bytes
-
         rows = {1: torch.zeros(CHUNK, 8), 0: prompt.rows[0][0]}
         prompt.files[0].write_bytes(file_bytes(header.meta, header.token_ids, rows))
         [chunk] = listed(cold)
@@ -180,6 +181,27 @@ class TestChoosing:
         assert [chunk["path"] for chunk in found] == [str(prompt.files[0])]
 
 
+def crowd(directory: Path, count: int) -> list[Path]:
+    """Chunks by the thousand in two of the 256 folders: more than are ever opened or read ahead."""
+    [whole] = add_prompt(directory, tokens_of(CHUNK)).files
+    header = chunkfile.read_header(chunkfile.FileLayer(), str(whole))
+    whole.unlink()
+    files: list[Path] = []
+    for number in itertools.count():
+        key = f"{MODEL}@1@0@{number:016x}@bfloat16"
+        name = chunk_name(key)
+        if name[0] > 1:
+            continue
+        path = Path(ours.chunk_path(str(directory), name))
+        path.parent.mkdir(exist_ok=True)
+        meta = header.meta._replace(key=key, chunk_hash=f"{number:016x}")
+        path.write_bytes(file_bytes(meta, header.token_ids, {0: torch.zeros(CHUNK, 1)}))
+        files.append(path)
+        if len(files) == count:
+            break
+    return files
+
+
 class TestTrouble:
     def test_what_is_not_a_chunk_is_skipped_and_counted(self, cold: Path) -> None:
         files = add_prompt(namespace(cold), tokens_of(8 * CHUNK)).files
@@ -211,25 +233,51 @@ class TestTrouble:
         assert sum(not isinstance(look, str) for look in looks) == 25
 
     def test_it_streams_so_files_that_vanish_behind_the_first_lines_are_counted(self, cold: Path) -> None:
-        files = add_prompt(namespace(cold), tokens_of(3000 * CHUNK)).files
+        files = crowd(namespace(cold), 8000)
         process = subprocess.Popen(
             [*PROGRAM, "list", str(cold), "--format", "json"], stdout=subprocess.PIPE, env=environment()
         )
         assert process.stdout is not None
         waiting = array("i", [0])
 
-        def pipe_is_full() -> bool:
+        def pipe_fills() -> bool:
             fcntl.ioctl(process.stdout, termios.FIONREAD, waiting)
-            return waiting[0] > 60_000
+            return waiting[0] > 30_000
 
-        wait_until(pipe_is_full)
+        wait_until(pipe_fills)
         for path in files:
             path.unlink()
         result = json.loads(process.stdout.read())
         assert process.wait(30) == 0
         skipped = result["summary"]["skipped"]
         assert set(skipped) == {"vanished"}  # those whose names had been read already
-        assert 0 < len(result["chunks"]) < 3000 - skipped["vanished"]
+        assert len(result["chunks"]) == 8000 - skipped["vanished"] > 100
+
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one CPU there is one process")
+    def test_a_reading_process_that_is_killed_is_one_line_and_not_a_shorter_list(self, cold: Path) -> None:
+        crowd(namespace(cold), 8000)
+        process = subprocess.Popen(
+            [*PROGRAM, "list", str(cold)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2)
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        assert b" chunks, " not in process.stdout.read()
+        assert process.wait(30) == 1
+        assert process.stderr.read().startswith(b"lmcache-hs-inspect: error: a process that was reading files has died")
+
+    def test_what_goes_wrong_in_a_reading_process_is_raised_where_it_is_read(self) -> None:
+        def read(number: int) -> list[int]:
+            if number == 3:
+                raise PermissionError(13, "not to be read", "/some/folder")
+            return [number] * number
+
+        results = in_processes(read, [1, 2, 3, 4])
+        assert [next(results) for _ in range(3)] == [1, 2, 2]
+        with pytest.raises(PermissionError, match="/some/folder"):
+            next(results)
 
     def test_no_cold_path_is_one_line(self, tmp_path: Path) -> None:
         assert "is not a cold path" in fails("list", tmp_path)
@@ -338,7 +386,8 @@ class TestItReadsWhatTheStoreReads:
         assert [(n.directory, n.record) for n in found.namespaces] == list(ours.namespaces(str(cold)))
         for each in found.namespaces:
             theirs = sorted(file.path for file in ours.scan_chunks(each.directory) if file.name)
-            assert sorted(file.path for file in coldpath.scan(each.directory)) == theirs
+            mine = [file.path for folder in coldpath.folders(each.directory) for file in coldpath.scan(folder)]
+            assert sorted(mine) == theirs
 
     @pytest.mark.parametrize("name", [".x.1.2.tmp", ".tmpAb12Cd", ".tmpAb12Cde", "x.tmp", ".tmp", "..tmp", ".a\n.tmp"])
     def test_temporaries_are_told_alike(self, name: str) -> None:

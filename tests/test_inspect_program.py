@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import signal
 import subprocess
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from cold_paths import CHUNK, add_prompt, namespace, tokens_of
-from inspecting import PROGRAM, environment, inspect
+from inspecting import PROGRAM, blocking, environment, fails, inspect
+from waiting import wait_until
 
+from lmcache_hs_backend.cli import inspect as program
 from lmcache_hs_backend.cli.inspect import COMMANDS
+from lmcache_hs_backend.tiers.namespace import NamespaceLock
+
+#: What each command that reads a cold path needs besides it.
+ARGUMENTS = {
+    "list": (),
+    "show": ("0",),
+    "tree": (),
+    "stats": (),
+    "verify": (),
+    "report": ("--out", "/dev/null/never"),
+    "rm": ("--all", "--dry-run"),
+    "gc": ("--expired", "1d", "--dry-run"),
+}
 
 
 def on_a_terminal(*args: object, columns: int = 100, **env: str) -> str:
@@ -52,6 +71,91 @@ def test_without_a_command_it_shows_them_all() -> None:
 def test_the_pages_of_the_manual_name_every_command() -> None:
     manual = (Path(__file__).parent.parent / "docs" / "inspect.md").read_text()
     assert all(f"## {command}\n" in manual for command in COMMANDS)
+
+
+def on(command: str, cold: object, *more: object) -> tuple[object, ...]:
+    """The arguments of a command that reads a cold path."""
+    first = (command, *ARGUMENTS[command][:1], cold) if command == "show" else (command, cold, *ARGUMENTS[command])
+    return (*first, *more)
+
+
+def test_the_installed_program_is_this_one() -> None:
+    [entry] = [each for each in entry_points(group="console_scripts") if each.name == "lmcache-hs-inspect"]
+    assert entry.load() is program.main
+
+
+def test_every_command_reads_a_cold_path_or_a_configuration() -> None:
+    assert {*ARGUMENTS} == {*COMMANDS} - {"check-config"}
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+class TestWhatIsNoColdPath:
+    def test_a_directory_of_something_else_is_one_line(self, command: str, tmp_path: Path) -> None:
+        (tmp_path / "music").mkdir()
+        assert f"{tmp_path} is not a cold path" in fails(*on(command, tmp_path))
+
+    def test_a_newer_format_is_one_line(self, command: str, tmp_path: Path) -> None:
+        record = namespace(tmp_path / "cold") / "namespace.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "version": 2}))
+        assert "format version 2; this program knows version 1" in fails(*on(command, tmp_path / "cold"))
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_no_command_needs_lmcache_or_vllm(command: str, tmp_path: Path) -> None:
+    prompt = add_prompt(namespace(tmp_path / "cold"), tokens_of(CHUNK))
+    env = blocking(tmp_path / "blocker", "lmcache", "vllm", "transformers", "aiofiles")
+    arguments = {
+        "show": ("show", prompt.hashes[0], tmp_path / "cold"),
+        "report": ("report", tmp_path / "cold", "--out", tmp_path / "page.html"),
+    }.get(command, on(command, tmp_path / "cold"))
+    done = inspect(*arguments, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+class TestInFlight:
+    @pytest.fixture
+    def running(self, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """``list`` on a pipe that nobody reads, in a process group of its own, as a terminal starts it."""
+        add_prompt(namespace(tmp_path / "cold"), tokens_of(2000 * CHUNK))
+        process = subprocess.Popen(
+            [*PROGRAM, "list", str(tmp_path / "cold")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.readline()  # the first chunk: it is in the middle of things
+        yield process
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+    def test_ctrl_c_ends_all_its_processes_with_130_and_no_word(self, running: subprocess.Popen[bytes]) -> None:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        assert children or len(os.sched_getaffinity(0)) == 1
+        os.killpg(running.pid, signal.SIGINT)
+        _, errors = running.communicate(timeout=30)
+        assert (running.returncode, errors) == (130, b"")
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+    def test_when_it_is_killed_its_processes_end_too(self, running: subprocess.Popen[bytes]) -> None:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        running.kill()
+        running.wait(30)
+        wait_until(lambda: not any(alive(child) for child in children))
+
+    def test_an_engine_can_start_meanwhile(self, running: subprocess.Popen[bytes], tmp_path: Path) -> None:
+        lock = NamespaceLock.take(str(namespace(tmp_path / "cold")))
+        assert lock is not None
+        lock.close()
+        assert running.poll() is None
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 class TestTerminal:

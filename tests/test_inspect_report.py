@@ -38,7 +38,7 @@ class Page(html.parser.HTMLParser):
         self.open: list[str] = []
         self.words = ""
         self.feed(text)
-        self.charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+        self.charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<figure.*?</figure>", text, re.DOTALL)]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -71,8 +71,8 @@ def test_the_page_is_whole_and_fetches_nothing(cold: Path, tmp_path: Path) -> No
     assert page.open == []
     assert page.fetched == ["data:,"]
     assert "script" not in page.tags
-    assert len(page.charts) == 4 + 3  # growth, models, ages, sizes, and three layers
-    for word in ("Occupancy over time", "org/other", "dedup factor", "layer 7", "None: no NaN", "2026-01-02T03:04"):
+    assert len(page.charts) == 4 + 2  # growth, models, ages, sizes, and norms for two models
+    for word in ("first stored (UTC)", "org/other", "dedup factor", "layer 7", "None: no NaN", "01-15"):
         assert word in page.words
     assert (result["sampled"], result["anomalies"]) == (8, [])
     assert [path.name for path in tmp_path.glob("report*")] == ["report.html"]
@@ -91,8 +91,10 @@ def test_norms_are_those_of_the_rows(cold: Path, tmp_path: Path) -> None:
 
 def test_anomalies_are_found(cold: Path, tmp_path: Path) -> None:
     directory = namespace(cold)
+    hashes = {}
     for seed, spoil in enumerate(("nan", "zero", "constant")):
         prompt = add_prompt(directory, tokens_of(CHUNK, seed), layers=(0, 1))
+        [hashes[spoil]] = prompt.hashes
         rows = {0: prompt.rows[0][0].clone(), 1: torch.full((CHUNK, HIDDEN), 3.0)}
         if spoil == "nan":
             rows[0][3, 5] = float("nan")
@@ -101,15 +103,47 @@ def test_anomalies_are_found(cold: Path, tmp_path: Path) -> None:
         replace_rows(prompt.files[0], rows)
     page, result = report(cold, tmp_path)
     found = {(each["layer"], each["what"]) for each in result["anomalies"]}
+    first = inspect_json("list", cold)["chunks"][0]["chunk_hash"]
     assert found == {
-        (0, "1 of 192 sampled: rows with values that are not finite"),
-        (0, "4 of 192 sampled: rows of zeros"),
-        (0, "4 of 192 sampled: constant rows"),
+        (0, f"1 of 192 sampled rows hold values that are not finite, the first in chunk {hashes['nan']}"),
+        (0, f"4 of 192 sampled rows are all zeros, the first in chunk {hashes['zero']}"),
+        (0, f"4 of 192 sampled rows are constant, the first in chunk {hashes['constant']}"),
         (1, "dead layer: no sampled row varies"),
-        (1, "192 of 192 sampled: constant rows"),
+        (1, f"192 of 192 sampled rows are constant, the first in chunk {first}"),
     }
     assert "dead layer" in page.words
     assert "layer 1: dead layer" in inspect("report", cold, "--out", tmp_path / "again.html").stdout
+
+
+def test_rows_of_zeros_and_a_single_moment_can_be_drawn(cold: Path, tmp_path: Path) -> None:
+    prompt = add_prompt(namespace(cold), tokens_of(CHUNK))
+    page, _ = report(cold, tmp_path)
+    [area] = page.charts[0].iter("polygon")
+    corners = [tuple(map(float, place.split(","))) for place in area.attrib["points"].split()]
+    assert max(x for x, _ in corners) - min(x for x, _ in corners) > 50
+    replace_rows(prompt.files[0], {0: torch.zeros(CHUNK, HIDDEN)})
+    page, _ = report(cold, tmp_path)
+    assert "Nothing to show." in page.words
+    assert "64 of 64 sampled rows are all zeros" in page.words
+
+
+def test_the_largest_rows_that_are_finite_can_be_drawn(cold: Path, tmp_path: Path) -> None:
+    prompt = add_prompt(namespace(cold), tokens_of(CHUNK))
+    rows = torch.randn(CHUNK, HIDDEN) * 1e-38
+    rows[0] = torch.finfo(torch.float32).max
+    replace_rows(prompt.files[0], {0: rows})
+    page, result = report(cold, tmp_path)
+    assert result["layers"][0]["norms_by_position"][0]["median"] == pytest.approx(3.4028e38 * HIDDEN**0.5, rel=1e-3)
+    numbers = [place for line in page.charts[-1].iter("polyline") for place in line.attrib["points"].split()]
+    assert len(numbers) == 7
+    assert all(0 <= float(number) <= 460 for place in numbers for number in place.split(","))
+
+
+def test_more_layers_than_colours_are_shared_out_among_charts(cold: Path, tmp_path: Path) -> None:
+    add_prompt(namespace(cold), tokens_of(CHUNK), layers=range(8))
+    page, _ = report(cold, tmp_path)
+    legends = [[span for span in chart.iter("span") if "layer" in (span[0].tail or "")] for chart in page.charts[4:]]
+    assert [len(legend) for legend in legends] == [6, 2]
 
 
 def test_the_sample_is_as_large_as_asked(cold: Path, tmp_path: Path) -> None:

@@ -11,16 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from cold_paths import CHUNK, HIDDEN, MODEL, add_prompt, file_bytes, namespace, refs_of, tokens_of
+from cold_paths import CHUNK, HIDDEN, MODEL, Prompt, add_prompt, file_bytes, namespace, refs_of, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from inspecting import PROGRAM, blocking, environment, inspect, inspect_json
 from waiting import wait_until
 
 from lmcache_hs_backend import chunkfile
 from lmcache_hs_backend.chunk import token_bytes
-from lmcache_hs_backend.cli import repair
+from lmcache_hs_backend.cli import records, repair
 from lmcache_hs_backend.cli.coldpath import ColdPath
 from lmcache_hs_backend.cli.verifier import Finding
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.dataset.chains import RequestRecord
+from lmcache_hs_backend.integrations.vllm.records import RecordWriter
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.namespace import NamespaceId, NamespaceLock
 
@@ -153,6 +157,116 @@ class TestFinding:
         _, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (130, "")
         assert list(tmp_path.glob("out*")) == []
+
+
+def write_records(directory: Path, prompt: Prompt, *lengths: int) -> Path:
+    """Request records for the first so many tokens of a prompt, by the connector's own writer. The file."""
+    writer = RecordWriter(str(directory), 0o700)
+    for number, length in enumerate(lengths):
+        *front, last = refs_of(prompt.tokens[:length])
+        writer.append(
+            {
+                "request_id": f"request-{number}", "created_at": "2026-01-02T03:04:05Z", "finish_reason": "stop",
+                "prompt_tokens": length // 2, "generated_tokens": length - length // 2, "expected_tokens": length,
+                "num_tokens": length, "prefix": last.prefix.hex(),
+                "parent_prefix": front[-1].prefix.hex() if front else "", "last_chunk": last.chunk_hash,
+            }
+        )  # fmt: skip
+    writer.close()
+    return max((directory / "sequences").iterdir())
+
+
+class TestRequestRecords:
+    def test_records_whose_rows_are_here_are_right(self, cold: Path) -> None:
+        directory = namespace(cold)
+        prompt = add_prompt(directory, tokens_of(4 * CHUNK + 9))
+        # to the end, to the end of a chunk, in the middle of one (a longer one has replaced it), in the first
+        write_records(directory, prompt, 4 * CHUNK + 9, 2 * CHUNK, 3 * CHUNK + 5, 7)
+        result = inspect_json("verify", cold)
+        assert (result["records"], result["records_gone"], result["problems"]) == (4, 0, [])
+        assert inspect("verify", cold).stdout.endswith("nothing is wrong\n")
+
+    def test_rows_that_were_evicted_are_a_note_and_no_error(self, cold: Path) -> None:
+        directory = namespace(cold)
+        prompt = add_prompt(directory, tokens_of(4 * CHUNK))
+        write_records(directory, prompt, 4 * CHUNK, 4 * CHUNK, 3 * CHUNK + 1, 2 * CHUNK)
+        prompt.files[3].unlink()
+        result = inspect_json("verify", cold)
+        assert (result["records"], result["records_gone"], result["left"]) == (4, 3, 0)
+        done = inspect("verify", cold)
+        assert done.returncode == 0
+        assert "note: of 3 of 4 request records, rows have been evicted" in done.stdout
+
+    def test_rows_behind_a_gap_and_rows_of_other_tokens_are_not_taken_for_them(self, cold: Path) -> None:
+        directory = namespace(cold)
+        prompt = add_prompt(directory, tokens_of(3 * CHUNK))
+        other = add_prompt(namespace(cold, "org/elsewhere"), tokens_of(2 * CHUNK, 1), model="org/elsewhere")
+        write_records(directory, prompt, 3 * CHUNK)
+        write_records(directory, other, 2 * CHUNK)
+        assert inspect_json("verify", cold)["records_gone"] == 1
+        prompt.files[1].unlink()
+        assert inspect_json("verify", cold, "--ignore", "orphan")["records_gone"] == 2
+
+    def test_lines_that_are_no_records_are_found_and_left_as_they_are(self, cold: Path) -> None:
+        directory = namespace(cold)
+        prompt = add_prompt(directory, tokens_of(2 * CHUNK))
+        path = write_records(directory, prompt, 2 * CHUNK, CHUNK)
+        good = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(good[0] + b"\x00\xff\x80\n{}\n" + good[1])
+        before = path.read_bytes()
+        for options in ((), ("--fix",)):
+            result = inspect_json("verify", cold, *options, status=1)
+            [problem] = result["problems"]
+            assert (problem["kind"], problem["path"], problem["fixed"]) == ("record", str(path), False)
+            assert problem["detail"].startswith("line 2 is no request record: ")
+            assert problem["detail"].endswith("; 1 more")
+            assert (result["records"], result["records_gone"]) == (2, 0)
+        assert path.read_bytes() == before
+        assert inspect("verify", cold, "--ignore", "record").returncode == 0
+
+    def test_a_newer_record_is_told(self, cold: Path) -> None:
+        directory = namespace(cold)
+        path = write_records(directory, add_prompt(directory, tokens_of(CHUNK)), CHUNK)
+        path.write_text(path.read_text().replace('"version":1', '"version":2'))
+        [problem] = inspect_json("verify", cold, status=1)["problems"]
+        assert problem["detail"] == "line 1 is no request record: version 2, this program knows 1"
+
+    def test_a_last_line_that_was_never_finished_is_a_note(self, cold: Path) -> None:
+        directory = namespace(cold)
+        path = write_records(directory, add_prompt(directory, tokens_of(CHUNK)), CHUNK, CHUNK)
+        path.write_bytes(path.read_bytes()[:-40])
+        result = inspect_json("verify", cold)
+        assert (result["records"], result["records_cut_short"], result["left"]) == (1, 1, 0)
+        assert f"note: the last line of {path} was never finished" in inspect("verify", cold).stdout
+
+    def test_what_is_no_regular_file_is_not_read(self, cold: Path) -> None:
+        directory = namespace(cold)
+        add_prompt(directory, tokens_of(CHUNK))
+        (directory / "sequences").mkdir()
+        os.mkfifo(directory / "sequences" / "requests-000001.jsonl")
+        (directory / "sequences" / "requests-000002.jsonl").symlink_to("/etc/passwd")
+        assert kinds(cold) == ["record", "record"]
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.data())
+    def test_lines_are_judged_as_the_extraction_judges_them(self, data: st.DataObject) -> None:
+        record = {
+            "version": 1, "request_id": "r", "prompt_tokens": 3, "num_tokens": 5, "prefix": "ab" * 16,
+            "parent_prefix": "", "last_chunk": "c",
+        }  # fmt: skip
+        odd = st.sampled_from([None, -1, 0, 1.5, "7", "x", "ab" * 16, "ab" * 15, [], {}, True, 1e400])
+        for field in data.draw(st.sets(st.sampled_from(sorted({*record} - {"version", "last_chunk"})), max_size=2)):
+            record[field] = data.draw(odd)
+        line = json.dumps(record)
+        try:
+            theirs = RequestRecord.parse(line)
+        except (ValueError, OverflowError):
+            theirs = None
+        try:
+            ours = records.parse(line.encode())
+        except ValueError:
+            ours = None
+        assert ours == (theirs and (theirs.num_tokens, theirs.prefix, theirs.parent_prefix))
 
 
 class TestFixing:

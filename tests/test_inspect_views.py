@@ -174,6 +174,21 @@ class TestStats:
         assert 7190 < figures["age_sec"]["max"] < 7300
         assert figures["chunk_bytes"]["max"] == 8192
 
+    def test_the_disk_and_the_limit_are_told(self, cold: Path, tmp_path: Path) -> None:
+        add_prompt(namespace(cold), tokens_of(4 * CHUNK))
+        config = tmp_path / "lmcache.yaml"
+        config.write_text(
+            "storage_plugins: [hs]\nextra_config:\n"
+            "  storage_plugin.hs.module_path: lmcache_hs_backend\n  storage_plugin.hs.class_name: HSTieredBackend\n"
+            f"  storage_plugin.hs.cold_path: {cold}\n  storage_plugin.hs.max_cold_size: {1 / 4096}\n"
+        )
+        figures = inspect_json("stats", "--config", config)
+        disk = os.statvfs(cold)
+        assert figures["limit_bytes"] == 1 << 18
+        assert figures["disk_bytes"] == disk.f_blocks * disk.f_frsize
+        assert 0 < figures["free_bytes"] < figures["disk_bytes"]
+        assert inspect("stats", "--config", config).stdout.endswith("12.5% of the limit of 256 KB\n")
+
     def test_a_namespace_in_use_is_seen_without_locking_it(self, cold: Path) -> None:
         directory = namespace(cold)
         add_prompt(directory, tokens_of(CHUNK))

@@ -1,19 +1,21 @@
 """The chunks of a cold path, one after the other, as all sub-commands go through them.
 
 Streams: names are scanned folder by folder, headers read as they are asked for, so that a million chunks
-take no more memory than one, and the first comes at once. Also the options that say which cold path, and
-which chunks of it.
+take no more memory than one, and the first comes at once. Folders are shared out among processes, because
+most of the work is Python's; the disk reads ahead meanwhile: some files are opened before their turn, and
+announced to the kernel. Also the options that say which cold path, and which chunks of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import itertools
 import os
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, TypeVar
@@ -29,14 +31,21 @@ from lmcache_hs_backend.cli.coldpath import (
     NotAColdPath,
     Unreadable,
     chunk_name,
-    read_head,
+    folders,
+    open_chunk,
+    read_head_of,
+    read_parts_of,
     scan,
 )
 from lmcache_hs_backend.cli.console import CommandError, time_text
-from lmcache_hs_backend.cli.parallel import in_threads
+from lmcache_hs_backend.cli.parallel import in_processes
 from lmcache_hs_backend.config import ConfigError, TieredConfig, default_cold_path
 
 STATES = ("cold", "archived")
+
+#: So many files are open at a time; a header has seldom more bytes than are asked for in advance.
+_AHEAD = 64
+_HEADER_BYTES = 8192
 
 
 class Chunk(NamedTuple):
@@ -100,18 +109,22 @@ class Chunks:
 
     def places(self) -> Iterator[Place]:
         """Where there are chunk files, by their names alone."""
-        for namespace in self.namespaces:
-            for state in self._states:
-                for file in scan(namespace.root(state)):
-                    yield Place(namespace, state, file)
+        for folder in self._folders():
+            yield from folder.places()
 
     def read(self) -> Iterator[Chunk]:
-        """Every chunk that can be read, in the order of the directories."""
-        for chunk in in_threads(look_at, self.places()):
+        """Every chunk that can be read, in the order of the directories, without its token ids."""
+        for chunk in in_processes(_read_folder, list(self._folders())):
             if isinstance(chunk, Chunk):
                 yield chunk
             else:
                 self.skipped[chunk] += 1
+
+    def _folders(self) -> Iterator[_Folder]:
+        for namespace in self.namespaces:
+            for state in self._states:
+                for path in folders(namespace.root(state)):
+                    yield _Folder(namespace, state, path)
 
     def skipped_text(self) -> str:
         """``2 skipped (vanished 1, size 1)``, empty when none was."""
@@ -129,16 +142,70 @@ class Place(NamedTuple):
     file: Named
 
 
+class _Folder(NamedTuple):
+    """One of the 256 directories of a namespace, or of its archive."""
+
+    namespace: Namespace
+    state: str
+    path: str
+
+    def places(self) -> Iterator[Place]:
+        for file in scan(self.path):
+            yield Place(self.namespace, self.state, file)
+
+
+#: A file that is open, or why it is not, in one word.
+_Opened = tuple[int, os.stat_result] | str
+
+
 def look_at(place: Place) -> Chunk | str:
     """The chunk in a file, or why there is none, in one word."""
+    return _read(place, _open(place), token_ids=True)
+
+
+def _read_folder(folder: _Folder) -> Iterator[Chunk | str]:
+    """``look_at`` for all that is there, in order, while the kernel already reads what comes next. The token ids
+    have been checked and are left behind: those who need them read the one file again."""
+    waiting: deque[tuple[Place, _Opened]] = deque()
     try:
-        head, info = read_head(place.file.path)
+        for place in folder.places():
+            waiting.append((place, _open(place)))
+            if len(waiting) > _AHEAD:
+                yield _read(*waiting.popleft())
+        while waiting:
+            yield _read(*waiting.popleft())
+    finally:  # whoever asked may have seen enough
+        for _, opened in waiting:
+            if not isinstance(opened, str):
+                os.close(opened[0])
+
+
+def _open(place: Place) -> _Opened:
+    try:
+        fd, info = open_chunk(place.file.path)
     except Unreadable as why:
         return why.reason
     except FileNotFoundError:
         return "vanished"
     except OSError:
         return "unreadable"
+    with contextlib.suppress(OSError):  # advice, no more: not every filesystem takes it
+        os.posix_fadvise(fd, 0, _HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+    return fd, info
+
+
+def _read(place: Place, opened: _Opened, *, token_ids: bool = False) -> Chunk | str:
+    if isinstance(opened, str):
+        return opened
+    fd, info = opened
+    try:
+        head = read_head_of(fd, info.st_size) if token_ids else read_parts_of(fd, info.st_size)[0]
+    except Unreadable as why:
+        return why.reason
+    except OSError:
+        return "unreadable"
+    finally:
+        os.close(fd)
     if chunk_name(head.key) != place.file.name:
         return "key"
     found = Found(place.file.path, info.st_size, info.st_mtime_ns, place.file.name)

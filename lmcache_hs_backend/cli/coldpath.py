@@ -138,16 +138,25 @@ def read_head(path: str) -> tuple[Head, os.stat_result]:
 
 def read_head_of(fd: int, size: int) -> Head:
     """The header of an open chunk file of ``size`` bytes."""
+    head, token_ids = read_parts_of(fd, size)
+    return head._replace(token_ids=token_ids)
+
+
+def read_parts_of(fd: int, size: int) -> tuple[Head, bytes]:
+    """``read_head_of`` with the token ids apart: those who do not need them save making a second Head."""
     data = os.pread(fd, min(size, _PAGE), 0)
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         raise Unreadable("header", f"a header of {length} bytes in a file of {size}")
-    data = _read_on(fd, data, 8 + length)
+    if len(data) < 8 + length:
+        data = _read_on(fd, data, 8 + length)
     head = parse_head(data[8 : 8 + length], size)
-    token_ids = _read_on(fd, data, head.head_bytes)[8 + length : head.head_bytes]
+    if len(data) < head.head_bytes:
+        data = _read_on(fd, data, head.head_bytes)
+    token_ids = data[8 + length : head.head_bytes]
     if xxhash.xxh3_64_hexdigest(token_ids) != head.checksums.get("token_ids"):
         raise Unreadable("checksum", "the bytes of token_ids do not match their checksum")
-    return head._replace(token_ids=token_ids)
+    return head, token_ids
 
 
 def _read_on(fd: int, data: bytes, size: int) -> bytes:
@@ -162,7 +171,7 @@ def _read_on(fd: int, data: bytes, size: int) -> bytes:
 def parse_head(text: bytes, size: int) -> Head:
     """The JSON of a header, which must describe exactly a chunk file of ``size`` bytes. Raises Unreadable."""
     try:
-        tensors = json.loads(text.rstrip(b" "))  # the padding costs more to parse than the rest
+        tensors = json.loads(_without_padding(text))
         info = tensors.pop("__metadata__")
         if {type(info[field]) for field in _FIELDS} != _ALL_TEXT:
             raise TypeError("a metadata field is not a string")
@@ -184,6 +193,12 @@ def parse_head(text: bytes, size: int) -> Head:
         info["key"], info["chunk_hash"], info["parent"], bytes.fromhex(info["prefix"]), start, num_tokens,
         info["model"], info["created_at"], info["capture"], layers, checksums, 8 + len(text) + 8 * num_tokens, b"",
     )  # fmt: skip
+
+
+def _without_padding(text: bytes) -> bytes:
+    """The JSON without the spaces behind it. (``rstrip`` takes as long for them as the parser for the JSON.)"""
+    end = text.rfind(b"}") + 1
+    return text[:end] if text[end:] == b" " * (len(text) - end) else text
 
 
 def _number(field: str, text: str, low: int, high: int) -> int:
@@ -334,26 +349,29 @@ def _directories(path: str) -> list[str]:
         return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
-def scan(root: str) -> Iterator[Named]:
-    """The chunk files of ``<root>/<hh>/``, folder by folder, each in the order of its files on disk.
+def folders(root: str) -> list[str]:
+    """The directories ``<root>/<hh>`` that hold chunk files."""
+    try:
+        return [path for path in _directories(root) if _FAN_OUT.fullmatch(os.path.basename(path))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def scan(folder: str) -> Iterator[Named]:
+    """The chunk files of a directory ``<hh>``, in the order of the files on disk.
 
     Whatever is named like a chunk is reported as one; temporaries and foreign files are passed over.
     """
-    try:
-        folders = [path for path in _directories(root) if _FAN_OUT.fullmatch(os.path.basename(path))]
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for folder in folders:
-        first = os.path.basename(folder)
-        found = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-            for entry in entries:
-                match = _CHUNK_FILE.fullmatch(entry.name)
-                if match is not None and match[1].startswith(first):
-                    found.append((entry.inode(), entry.path, bytes.fromhex(match[1])))
-        found.sort(key=lambda item: item[0])
-        for _, path, name in found:
-            yield Named(path, name)
+    first = os.path.basename(folder)
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = _CHUNK_FILE.fullmatch(entry.name)
+            if match is not None and match[1].startswith(first):
+                found.append((entry.inode(), entry.path, bytes.fromhex(match[1])))
+    found.sort(key=lambda item: item[0])
+    for _, path, name in found:
+        yield Named(path, name)
 
 
 class Stray(NamedTuple):

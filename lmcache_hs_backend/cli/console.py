@@ -13,8 +13,8 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -50,6 +50,9 @@ def run(program: str, main: Callable[[], int]) -> int:
     except BrokenPipeError:  # `... | head` has seen enough
         _drop_standard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:  # a disk that fails, a directory that may not be read
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
@@ -201,4 +204,4 @@ def duration_text(seconds: float) -> str:
 
 def time_text(time_ns: int) -> str:
     """A point in time, UTC: ``2026-01-31T12:00:00Z``."""
-    return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ns // 1_000_000_000))

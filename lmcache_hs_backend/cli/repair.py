@@ -28,6 +28,7 @@ _LEFT = {
     "foreign": "left alone: not ours to move (the quarantine is emptied for room)",
     "orphan": "left alone: it is good, and is served again when its parent has been stored",
     "unreadable": "left alone: it may be good",
+    "record": "left alone: its other lines are good, and readers pass over the bad ones",
     "namespace": "left alone: not understood",
 }
 

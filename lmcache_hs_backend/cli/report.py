@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import html
+import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hs_backend.cli.charts import bars, lines
+from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli.charts import COLOURS, NOTHING, areas, bars, lines
 from lmcache_hs_backend.cli.chunks import add_path_arguments, open_path
-from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options, bytes_text, printable, time_text
+from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options, bytes_text, printable
+from lmcache_hs_backend.cli.sampling import Sample
 from lmcache_hs_backend.cli.stats import collect
 
 if TYPE_CHECKING:
@@ -29,23 +32,61 @@ example:
 #: The browser itself refuses to fetch anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
-.figures { display: flex; flex-wrap: wrap; gap: .5rem 2rem; padding: 0; }
-.figures li { list-style: none; } .figures b { display: block; font-size: 1.35rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td.n, th.n { text-align: right; }
-svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
-.grid { stroke: var(--line); } .legend span { margin-right: 1.2rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
-.bad { color: #b3261e; font-weight: 600; } .path { overflow-wrap: anywhere; }
-@media print {
-  body { max-width: none; font-size: 11pt; } section { break-inside: avoid; } .scroll { overflow: visible; }
-}
-"""
+#: Colours that differ for the colour-blind too, for a light ground and for a dark one.
+_LIGHT = ("#0072b2", "#d55e00", "#00855f", "#a4507f", "#b07a00", "#4a4a8a")
+_DARK = ("#56b4e9", "#ff9248", "#3fcf9f", "#e79bc6", "#f0c04a", "#b0b0f0")
+
+
+def _palette(name: str) -> str:
+    inks = {
+        "light": "--ground: #fff; --ink: #1b1d20; --soft: #5a6067; --line: #d5d9de; --bad: #b3261e; --good: #1c6b3c;",
+        "dark": "--ground: #15181c; --ink: #e8eaed; --soft: #a9b0b8; --line: #3a4048; --bad: #ff8f85; --good: #74d99f;",
+    }
+    colours = _LIGHT if name == "light" else _DARK
+    return inks[name] + "".join(f"--s{number}: {colour};" for number, colour in enumerate(colours))
+
+
+_STYLE = f"""
+:root {{ color-scheme: light dark; {_palette("light")} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_palette("dark")} }} }}
+@media print {{ :root {{ color-scheme: light; {_palette("light")} }} }}
+* {{ box-sizing: border-box; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 1.5rem 1rem;
+  background: var(--ground); color: var(--ink); }}
+h1 {{ font-size: 1.6rem; margin: 0; }} h2 {{ font-size: 1.2rem; margin: 2.2rem 0 .6rem; }}
+p {{ margin: .4rem 0; }} .soft {{ color: var(--soft); }} .path {{ overflow-wrap: anywhere; }}
+.figures {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .9rem 1rem; padding: 0;
+  margin: 1.4rem 0; }}
+.figures li {{ list-style: none; color: var(--soft); line-height: 1.3; }}
+.figures b {{ display: block; font-size: 1.4rem; color: var(--ink); }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem 2rem; }}
+figure {{ margin: 0; min-width: 0; }} figcaption {{ font-weight: 600; margin-bottom: .5rem; }}
+svg.chart {{ display: block; width: 100%; height: auto; }}
+svg text {{ font: 14px system-ui, sans-serif; fill: var(--soft); }}
+.grid, .tick {{ stroke: var(--line); }} .line {{ fill: none !important; stroke-width: 2; }} .band {{ opacity: .22; }}
+.bars {{ display: grid; grid-template-columns: auto 1fr auto; gap: .35rem .7rem; align-items: center; }}
+.bars span {{ overflow-wrap: anywhere; }} .bar {{ display: block; width: 100%; height: 1.1rem; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }}
+.legend svg {{ width: .8rem; height: .8rem; margin-right: .4rem; }}
+.scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; width: 100%; font-size: .93rem; }}
+th, td {{ text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }}
+th {{ vertical-align: bottom; font-weight: 600; white-space: normal; line-height: 1.25; }}
+.n {{ text-align: right; font-variant-numeric: tabular-nums; }}
+th:last-child, td:last-child {{ padding-right: 0; }}
+.verdict {{ border-left: .3rem solid var(--good); padding: .1rem 0 .1rem .9rem; }}
+.verdict b {{ color: var(--good); }} .verdict.bad {{ border-color: var(--bad); }} .bad b {{ color: var(--bad); }}
+.verdict ul {{ margin: .3rem 0; padding-left: 1.1rem; overflow-wrap: anywhere; }}
+footer {{ margin-top: 2.5rem; font-size: .9rem; color: var(--soft); }}
+@media print {{
+  @page {{ margin: 14mm; }}
+  body {{ max-width: none; padding: 0; font-size: 10pt; }} figure, tr, .verdict {{ break-inside: avoid; }}
+  h2 {{ break-after: avoid; }} .charts {{ grid-template-columns: 1fr 1fr; gap: 1.2rem; }}
+  .scroll {{ overflow: visible; }}
+  table {{ font-size: 8.5pt; }} th, td {{ white-space: normal; overflow-wrap: anywhere; padding-right: .5rem; }}
+  svg text {{ font-size: 16px; }}
+}}
+""" + "".join(f".s{n} {{ fill: var(--s{n}); stroke: var(--s{n}); }} " for n in range(COLOURS))
+_STYLE += "rect, .band { stroke: none !important; }"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,24 +102,22 @@ def execute(args: argparse.Namespace) -> int:
     if args.sample < 0:
         raise CommandError(f"--sample is {args.sample}, but must be at least 0")
     where = open_path(args)
-    from lmcache_hs_backend.cli.survey import Survey, as_json  # takes torch along
+    sample = Sample(args.sample)
+    figures = collect(where, sample.watch)
+    from lmcache_hs_backend.cli.survey import Survey  # takes torch along
 
-    survey = Survey(args.sample)
-    figures = collect(where, survey.watch)
-    layers = survey.layers()
-    _save(args.out, _page(figures, survey, layers))
+    survey = Survey(sample.chunks)
+    _save(args.out, _page(figures, sample, survey))
     with Screen(args) as screen:
         if screen.json:
             anomalies = [
-                {"model": layer.model, "layer": layer.layer, "what": what}
-                for layer in layers
-                for what in layer.anomalies()
+                {"model": layer.model, "layer": layer.layer, "what": what} for layer, what in survey.anomalies()
             ]
-            screen.dump({"out": args.out, "sampled": survey.sampled, "layers": as_json(layers), "anomalies": anomalies})
+            layers = survey.as_json()
+            screen.dump({"out": args.out, "sampled": survey.sampled, "layers": layers, "anomalies": anomalies})
         else:
-            for layer in layers:
-                for what in layer.anomalies():
-                    screen.show(f"{printable(layer.model)} layer {layer.layer}: {what}", style="red")
+            for layer, what in survey.anomalies():
+                screen.show(f"{printable(layer.model)} layer {layer.layer}: {what}", style="red")
             screen.show(f"wrote {args.out}, with the rows of {survey.sampled:,} chunks")
     return 0
 
@@ -95,61 +134,63 @@ def _save(path: str, page: str) -> None:
         raise CommandError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def _page(figures: dict[str, Any], survey: Survey, layers: list[LayerSurvey]) -> str:
+def _page(figures: dict[str, Any], sample: Sample, survey: Survey) -> str:
     total = figures["total"]
     numbers = {
         "chunks": f"{total['chunks']:,}",
         "tokens": f"{total['tokens']:,}",
         "on disk": bytes_text(total["bytes"]),
         "sequences": f"{total['sequences']:,}",
-        "dedup factor": "-" if total["dedup_factor"] is None else f"{total['dedup_factor']:.2f}",
-        "archived": f"{total['archived_chunks']:,}",
+        "dedup factor": _factor(total["dedup_factor"]),
+        "chunks archived": f"{total['archived_chunks']:,}",
         "bad files set aside": f"{total['quarantined_files']:,}",
-        "free on that disk": bytes_text(figures["free_bytes"]),
+        "could not be read": f"{sum(figures['skipped'].values()):,}",
     }
     if figures["limit_bytes"]:
         used = (total["bytes"] + total["quarantined_bytes"]) / figures["limit_bytes"]
-        numbers["of the limit"] = f"{used:.1%} of {bytes_text(figures['limit_bytes'])}"
-    if figures["skipped"]:
-        numbers["could not be read"] = f"{sum(figures['skipped'].values()):,}"
+        numbers[f"of the limit of {bytes_text(figures['limit_bytes'])}"] = f"{used:.1%}"
+    numbers["free on that disk"] = bytes_text(figures["free_bytes"])
     items = "".join(f"<li><b>{_esc(value)}</b>{_esc(name)}</li>" for name, value in numbers.items())
+    by_model = {model["model"]: model["bytes"] for model in figures["models"]}
+    charts = (
+        areas(sample.occupancy(), "Bytes by the time they were first stored (UTC)")
+        + bars(by_model, "Bytes by model", bytes_text)
+        + _histogram(figures["age_sec"], "Chunks by last use", " ago")
+        + _histogram(figures["chunk_bytes"], "Chunks by size of file", "")
+    )
     sections = [
-        ("Occupancy over time", _occupancy(survey)),
-        ("By model", bars({m["model"]: m["bytes"] for m in figures["models"]}, "bytes by model", bytes_text)),
-        ("Namespaces and dedup", _namespaces(figures["namespaces"])),
+        ("Anomalies", _anomalies(survey)),
+        ("Occupancy", f'<p class="soft">Of what is here now.</p><div class="charts">{charts}</div>'),
+        ("Namespaces", _namespaces(figures["namespaces"])),
+        ("Norms of rows by layer and position", _norms(survey)),
         ("Layers", _layers(figures["namespaces"])),
-        ("Ages: chunks by last use", _histogram(figures["age_sec"], "chunks by last use")),
-        ("Sizes of chunk files", _histogram(figures["chunk_bytes"], "chunks by size")),
-        ("Anomalies", _anomalies(survey, layers)),
-        ("Norms of rows by layer and position", _norms(survey, layers)),
     ]
     body = "".join(f"<section><h2>{_esc(title)}</h2>{content}</section>" for title, content in sections)
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<link rel="icon" href="data:,"><title>Hidden states in {_esc(figures["cold_path"])}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Hidden states on disk</h1>"
-        f'<p class="path">{_esc(figures["cold_path"])}, {time_text(time.time_ns())}</p>'
-        f'<ul class="figures">{items}</ul>{body}</body></html>\n'
+        f"<style>{_STYLE}</style></head><body><header><h1>Hidden states on disk</h1>"
+        f'<p class="path soft">{_esc(figures["cold_path"])}, {now}</p></header>'
+        f'<ul class="figures">{items}</ul>{body}<footer>lmcache-hs-inspect {__version__}</footer></body></html>\n'
     )
 
 
-def _occupancy(survey: Survey) -> str:
-    grown = {model: points for model, points in survey.occupancy().items() if points}
-    chart = lines(grown, "bytes over time", lambda x: time_text(int(x * 1e9))[:16], bytes_text, steps=True)
-    return "<p>What is here now, by the time it was first stored.</p>" + chart
+def _factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _namespaces(namespaces: Iterable[dict[str, Any]]) -> str:
     return _table(
         ("namespace", "model", "in use"),
-        ("chunks", "tokens", "bytes", "sequences", "tokens if each had its own", "dedup"),
+        ("chunks", "tokens", "bytes", "sequences", "tokens if unshared", "dedup factor"),
         [
             (
                 each["namespace"], each["model"], "yes" if each["in_use"] else "no", f"{each['chunks']:,}",
                 f"{each['tokens']:,}", bytes_text(each["bytes"]), f"{each['sequences']:,}",
-                f"{each['sequence_tokens']:,}", "-" if each["dedup_factor"] is None else f"{each['dedup_factor']:.2f}",
+                f"{each['sequence_tokens']:,}", _factor(each["dedup_factor"]),
             )
             for each in namespaces
         ],
@@ -171,44 +212,44 @@ def _layers(namespaces: Iterable[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def _histogram(spread: dict[str, Any], title: str) -> str:
-    return bars(spread["histogram"], title, lambda count: f"{count:,.0f}") if spread else "<p>Nothing to show.</p>"
+def _histogram(spread: dict[str, Any], title: str, ago: str) -> str:
+    """Bars named by their bounds: ``stats`` counts what is under each, but not under the one before."""
+    if not spread:
+        return f"<figure><figcaption>{_esc(title)}</figcaption>{NOTHING}</figure>"
+    names = [name.removeprefix("under ") for name in spread["histogram"]]
+    between = [f"under {names[0]}{ago}"]
+    between += [f"{low} to {high}{ago}" for low, high in itertools.pairwise(names[:-1])]
+    between += [f"{names[-2]}{ago} or more"]
+    return bars(dict(zip(between, spread["histogram"].values(), strict=True)), title, lambda count: f"{count:,.0f}")
 
 
-def _anomalies(survey: Survey, layers: list[LayerSurvey]) -> str:
+def _anomalies(survey: Survey) -> str:
     found = [
-        f'<li class="bad">{_esc(layer.model)}, layer {layer.layer}: {_esc(what)}</li>'
-        for layer in layers
-        for what in layer.anomalies()
+        f"<li><b>{_esc(layer.model)}, layer {layer.layer}</b>: {_esc(what)}</li>" for layer, what in survey.anomalies()
     ]
-    looked = f"<p>In the rows of {survey.sampled:,} chunks.</p>"
-    return looked + (f"<ul>{''.join(found)}</ul>" if found else "<p>None: no NaN, no dead layer, no constant row.</p>")
+    looked = f"Looked for in the rows of {survey.sampled:,} chunks."
+    if not found:
+        none = "<p><b>None</b>: no NaN, no dead layer, no constant row.</p>" if survey.sampled else ""
+        return f'<div class="verdict">{none}<p class="soft">{looked}</p></div>'
+    return f'<div class="verdict bad"><ul>{"".join(found)}</ul><p class="soft">{looked}</p></div>'
 
 
-def _norms(survey: Survey, layers: list[LayerSurvey]) -> str:
-    parts = [
-        f"<p>Median and 5 to 95 % of the norms of rows of {survey.sampled:,} chunks. "
-        "Positions are on a scale of powers of two.</p>"
-    ]
-    for model in dict.fromkeys(layer.model for layer in layers):
-        parts.append(f"<h3>{_esc(model)}</h3>")
-        for layer in (layer for layer in layers if layer.model == model):
-            points = layer.norms_by_position()
-            name = f"layer {layer.layer}"
-            parts.append(
-                lines(
-                    {name: [(_scale(position), median) for position, _, median, _ in points]},
-                    f"norms of {model}, {name}",
-                    lambda x: f"token {0 if x == 0 else 2 ** (x - 1):.0f}",
-                    lambda y: f"{y:.4g}",
-                    bands={name: [(_scale(position), low, high) for position, low, _, high in points]},
-                )
-            )
-    return "".join(parts)
+def _norms(survey: Survey) -> str:
+    """A chart for each model, more where it has more layers than there are colours."""
+    charts = []
+    for model, group in itertools.groupby(survey.layers, key=lambda layer: layer.model):
+        layers = list(group)
+        for first in range(0, len(layers), COLOURS):
+            charts.append(_norm_chart(model, layers[first : first + COLOURS]))
+    return (
+        '<p class="soft">Line: median. Band: 5 to 95 %. Across: position of the token in its sequence, by powers of '
+        "two. Upwards: norm of the row, by powers of ten; what is 0 lies at the bottom. "
+        f'Rows of {survey.sampled:,} chunks.</p><div class="charts">{"".join(charts) or NOTHING}</div>'
+    )
 
 
-def _scale(position: int) -> float:
-    return float(position.bit_length())
+def _norm_chart(model: str, layers: Sequence[LayerSurvey]) -> str:
+    return lines({f"layer {layer.layer}": layer.norms_by_position() for layer in layers}, f"Norm of the rows, {model}")
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -57,7 +57,7 @@ def _figures(chunk: Chunk, layer: Layer, data: bytearray) -> dict[str, Any]:
     rows = as_tensor(chunk, layer, data).float()
     finite = rows.isfinite()
     good = rows[finite.all(dim=1)]
-    norms = torch.linalg.vector_norm(good, dim=1) if len(good) else torch.zeros(1)
+    norms = torch.linalg.vector_norm(good, dim=1, dtype=torch.float64) if len(good) else torch.zeros(1)
     return {
         "layer": layer.layer_idx,
         "dtype": layer.dtype_name,

@@ -30,6 +30,7 @@ from lmcache_hs_backend.cli.coldpath import (
     strays,
 )
 from lmcache_hs_backend.cli.parallel import in_threads
+from lmcache_hs_backend.cli.records import Records
 
 #: What can be wrong, and what it means.
 KINDS = {
@@ -47,6 +48,7 @@ KINDS = {
     "temporary": "left over from a write that was never finished",
     "foreign": "not a file of ours",
     "orphan": "the chunk before it is not here, so it is not served until that is stored again",
+    "record": "lines of sequences/*.jsonl that are no request records",
     "namespace": "a namespace.json that this program cannot use",
 }
 
@@ -87,6 +89,7 @@ class Verifier:
         self.chunks = self.bytes = 0
         self.skipped: Counter[str] = Counter()
         self.unjudged: list[Namespace] = []  # in use: the missing parents may be in RAM
+        self.records = {namespace.directory: Records(namespace) for namespace in cold_path.namespaces}
         self._cold_path = cold_path
         self._places: list[Place] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
@@ -125,6 +128,12 @@ class Verifier:
                     continue
                 yield Finding(stray.kind, stray.path, KINDS[stray.kind], namespace)
 
+    def check_records(self) -> Iterator[Finding]:
+        """The request records. Whether their rows are here is known when the chains have been checked."""
+        for namespace in self._cold_path.namespaces:
+            for path, detail in self.records[namespace.directory].read():
+                yield Finding("record", path, detail, namespace)
+
     @property
     def links(self) -> int:
         return sum(map(len, self._links.values()))
@@ -142,12 +151,14 @@ class Verifier:
                     yield Finding("prefix", link.path, f"starts at token {link.start}, but names no parent", namespace)
             reached: set[int] = set()
             for root in roots:
-                if not self._walk(root, children, reached, advance):
+                if not self._walk(root, children, reached, self.records[namespace.directory], advance):
                     detail = "the prefix digest of a first chunk is not that of its token ids"
                     yield Finding("prefix", root.path, detail, namespace)
             yield from self._orphans(namespace, links, reached)
 
-    def _walk(self, root: Link, children: dict[str, list[Link]], reached: set[int], advance: Advance) -> bool:
+    def _walk(
+        self, root: Link, children: dict[str, list[Link]], reached: set[int], records: Records, advance: Advance
+    ) -> bool:
         """Mark what continues a first chunk, digest by digest. False when the first one already fails."""
         waiting = [(root, xxhash.xxh3_128())]
         while waiting:
@@ -165,6 +176,7 @@ class Verifier:
                     return False
                 continue  # of another parent with the same hash, perhaps
             reached.add(id(link))
+            records.see(before.digest() if link.start else b"", link.start, head.token_ids, before)
             advance(1)
             for child in children.get(link.chunk_hash, ()):
                 if child.start == link.end and id(child) not in reached:

@@ -40,6 +40,7 @@ def execute(args: argparse.Namespace) -> int:
         total = verifier.find()
         with screen.progress("reading files", total, in_bytes=True) as advance:
             findings = list(verifier.check_files(advance))
+        findings += verifier.check_records()
         with screen.progress("following chains", verifier.links) as advance:
             findings += verifier.check_chains(advance)
         findings = [finding for finding in findings if finding.kind not in args.ignore]
@@ -67,6 +68,9 @@ def _as_json(path: str, verifier: Verifier, done: Done, left: int) -> dict[str, 
         "chunks": verifier.chunks,
         "bytes": verifier.bytes,
         "skipped": dict(verifier.skipped),
+        "records": sum(each.count for each in verifier.records.values()),
+        "records_gone": sum(each.gone for each in verifier.records.values()),
+        "records_cut_short": sum(len(each.cut_short) for each in verifier.records.values()),
         "in_use": [namespace.label for namespace in verifier.unjudged],
         "counts": summary([finding for finding, _, _ in done]),
         "left": left,
@@ -91,6 +95,15 @@ def _print(screen: Screen, verifier: Verifier, done: Done, left: int, *, fixing:
     for namespace in verifier.unjudged:
         screen.show(
             f"note: {namespace.label} is in use: some chunks have no parent on disk, which may be in RAM still",
+            style="yellow",
+        )
+    records = verifier.records.values()
+    if gone := sum(each.gone for each in records):
+        every = sum(each.count for each in records)
+        screen.show(f"note: of {gone:,} of {every:,} request records, rows have been evicted", style="yellow")
+    for path in (path for each in records for path in each.cut_short):
+        screen.show(
+            f"note: the last line of {printable(path)} was never finished: its process died, or is writing it",
             style="yellow",
         )
     skipped = f", {sum(verifier.skipped.values())} vanished meanwhile" if verifier.skipped else ""
