@@ -6,27 +6,43 @@ bytes, one close per file, in memory that was touched before.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from lmcache_hs_backend.arena import align
+from lmcache_hs_backend.arena import HUGE_PAGE, align
+
+_PAGE = 4096
 
 
 class RawDisk:
     """Moves files between disk and warm memory, ``depth`` of them at a time."""
 
     def __init__(self, depths: Sequence[int], file_bytes: int, files: int, *, direct: bool = True) -> None:
+        """``file_bytes``: a page, and rows behind it.
+
+        The pages and the rows lie apart, each file's rows in huge pages of their own: one request to the disk takes a
+        limited number of pieces of memory, and in small pages a file of 2 MiB would need three.
+        """
         self._flag = os.O_DIRECT if direct else 0
-        stride = align(file_bytes)
-        self._memory = mmap.mmap(-1, stride * files)
-        # A request to the disk takes a limited number of pages: with small ones, a file of 2 MiB needs three requests.
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._views = [memoryview(self._memory)[i * stride : i * stride + file_bytes] for i in range(files)]
-        for view in self._views:
-            view[:] = os.urandom(4096) * (file_bytes // 4096) + bytes(file_bytes % 4096)
+        body = file_bytes - _PAGE
+        stride = align(body, HUGE_PAGE if body >= HUGE_PAGE else _PAGE)
+        self._heads = mmap.mmap(-1, _PAGE * files)
+        # Private, because shared memory gets no huge pages.
+        self._bodies = mmap.mmap(-1, stride * files + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bodies.madvise(mmap.MADV_HUGEPAGE)
+        first = -ctypes.addressof(ctypes.c_char.from_buffer(self._bodies)) % HUGE_PAGE
+        heads, bodies = memoryview(self._heads), memoryview(self._bodies)
+        self._views = [
+            (heads[i * _PAGE : (i + 1) * _PAGE], bodies[first + i * stride : first + i * stride + body])
+            for i in range(files)
+        ]
+        noise = os.urandom(file_bytes)  # nothing to gain for a disk that compresses
+        for head, rows in self._views:
+            head[:], rows[:] = noise[:_PAGE], noise[_PAGE:]
         self._pools = {depth: ThreadPoolExecutor(depth, thread_name_prefix=f"raw-{depth}") for depth in depths}
 
     def close(self) -> None:
@@ -44,19 +60,19 @@ class RawDisk:
         """One file on the calling thread."""
         self._read_one(path, self._views[0])
 
-    def _read_one(self, path: str, view: memoryview) -> None:
+    def _read_one(self, path: str, views: Sequence[memoryview]) -> None:
         fd = os.open(path, os.O_RDONLY | self._flag)
-        moved = os.preadv(fd, [view], 0)
+        moved = os.preadv(fd, views, 0)
         os.close(fd)
-        if moved != len(view):
-            raise OSError(f"{path}: {moved} bytes instead of {len(view)}")
+        if moved != sum(map(len, views)):
+            raise OSError(f"{path}: {moved} bytes instead of {sum(map(len, views))}")
 
-    def _write_one(self, path: str, view: memoryview) -> None:
+    def _write_one(self, path: str, views: Sequence[memoryview]) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flag, 0o600)
-        moved = os.pwritev(fd, [view], 0)
+        moved = os.pwritev(fd, views, 0)
         os.close(fd)
-        if moved != len(view):
-            raise OSError(f"{path}: {moved} bytes instead of {len(view)}")
+        if moved != sum(map(len, views)):
+            raise OSError(f"{path}: {moved} bytes instead of {sum(map(len, views))}")
 
     def _each(self, depth: int, count: int, work: Callable[[int], None]) -> None:
         numbers = itertools.count()

@@ -71,10 +71,13 @@ def serve(directory: str, block_bytes: int, blocks: int) -> None:
     from vllm.v1.kv_offload.tiering.fs import io
 
     direct = io.probe_o_direct(directory)
-    memory = mmap.mmap(-1, block_bytes * blocks)
+    # Memory and contents as favourable, and as hard to compress, as those that it is compared with.
+    memory = mmap.mmap(-1, block_bytes * blocks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
+    noise = os.urandom(block_bytes - 1)
     for block in range(blocks):
-        view[block * block_bytes : (block + 1) * block_bytes] = bytes([block % 251 + 1]) * block_bytes
+        view[block * block_bytes : (block + 1) * block_bytes] = bytes([block % 251 + 1]) + noise
     paths = [os.path.join(directory, f"block-{block}") for block in range(blocks)]
     move = {"store": io.batch_store_block, "load": io.batch_load_block}
 
