@@ -56,6 +56,10 @@ class RawDisk:
         """Write new files; no rename, no sync."""
         self._each(depth, len(paths), lambda number: self._write_one(paths[number], self._views[number]))
 
+    def rows_read(self, number: int) -> memoryview:
+        """Where the rows of a file are after it was read."""
+        return self._views[number][1]
+
     def read_here(self, path: str) -> None:
         """One file on the calling thread."""
         self._read_one(path, self._views[0])

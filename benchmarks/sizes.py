@@ -27,7 +27,7 @@ class Size:
     first_row_calls: int = 300
     index_sizes: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
     overhead_calls: int = 60
-    open_files: tuple[int, ...] = (1_000, 10_000, 100_000)
+    open_files: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
     zipf_hidden: int = 4096
     zipf_prefixes: int = 8
     zipf_documents: int = 56

@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ _LENGTH_BYTES = 8
 _TOKEN_IDS = "token_ids"
 _LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
 _NUMBER = re.compile(r"[0-9]{1,15}")
+_TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9]+\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
 _HEX16 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -275,7 +277,7 @@ def _verify(tensor: str, data: bytes | memoryview, checksums: Mapping[str, str])
 
 # -- writing -----------------------------------------------------------------------------------------
 
-_sequence = itertools.count()
+_sequence = itertools.count(time.time_ns())  # in a container every run may have the same pid
 
 
 def temporary_name(name: str) -> str:
@@ -285,7 +287,7 @@ def temporary_name(name: str) -> str:
 
 def is_temporary(name: str) -> bool:
     """Whether a file is a left-over of ours, or of safetensors' own ``save_file``."""
-    return name.startswith(".") and (name.endswith(".tmp") or re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", name) is not None)
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def write(

@@ -33,6 +33,7 @@ MISSES = {
     "offline": "the chunk is on a disk that does not answer",
     "timeout": "the disk did not answer in read_timeout_sec",
     "bad_file": "the chunk's file was damaged, replaced or deleted",
+    "memory": "the system gave no memory for the result",
     "shape": "the hidden size (or, for native rows, the dtype) changes within the prompt",
 }
 #: Why rows that were given to us are no longer here, other than that their KV is gone.
@@ -42,6 +43,7 @@ DROPS = {
     "too_large": "thrown out of RAM: the chunk alone is larger than max_cold_size",
     "cold_limit": "deleted from disk, least recently used, to stay within max_cold_size or min_free_disk",
     "collision": "not stored: another prompt has the same chunk hash",
+    "reshaped": "stored again with another hidden size: the rows were another model's, under the same name",
     "bad_file": "the file was damaged, replaced or deleted behind our back",
     "unwritable": "thrown out of RAM: writing it failed in a way that is a bug in this package",
     "archive": "its KV was gone, and the file could not be moved to the archive",

@@ -78,6 +78,10 @@ class TieredStore:
             raise ConfigError(
                 f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"
             ) from None
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{setting('io_threads')} is {config.io_threads}, but the system starts no more threads: {error}"
+            ) from None
         self._background = Background()
         self._executor = Executor(self._pair.mover)
         self._closing = threading.Lock()  # held by the one call of close() that does the work
@@ -305,7 +309,7 @@ class TieredStore:
             return pair.index.dirty_chunks
 
     def close(self) -> None:
-        """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent, never raises.
+        """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent, raises nothing of its own.
 
         Asks nobody about KV. Memory that a caller, or an I/O thread that is stuck in the system, still
         uses goes away with its last user.
@@ -314,26 +318,36 @@ class TieredStore:
             if self._closed:
                 return
             deadline = time.monotonic() + self.config.close_timeout_sec
-            reserve = min(0.5, self.config.close_timeout_sec / 4)
-            with self._pair.lock:
-                self._closed = self._serve.closed = self._intake.closed = True
-                self._pair.ask = all_present
-                while self._callers and time.monotonic() < deadline - reserve:
-                    self._pair.room.wait(0.05)
-            left = self.flush(max(0.0, deadline - reserve - time.monotonic()))
-            if left:
-                self.metrics.loss("close", left)
-            self._save_uses()
-            ended = self._stop(max(deadline, time.monotonic() + _STOP_SEC))
-            self._publish()
-            self.metrics.publish(dict.fromkeys(GAUGES, 0))  # a store that is closed holds nothing
-            if ended and not self._callers:
-                self._pair.hot.arena.release()
-                if self._namespace is not None:
-                    self._namespace.close()
-            else:  # whoever is still at work there keeps the memory and the directory, until the process ends
-                logger.warning("%s: an operation does not return; it is left behind", self.directory)
-            logger.info("closed %s: %d chunk(s) not written", self.directory, left)
+            try:
+                self._finish(deadline - min(0.5, self.config.close_timeout_sec / 4))
+            finally:  # also when somebody loses patience with it
+                self._end(deadline)
+
+    def _finish(self, deadline: float) -> None:
+        """Let callers leave, and have written what can be."""
+        with self._pair.lock:
+            self._closed = self._serve.closed = self._intake.closed = True
+            self._pair.ask = all_present
+            while self._callers and time.monotonic() < deadline:
+                self._pair.room.wait(0.05)
+        self.flush(max(0.0, deadline - time.monotonic()))
+        self._save_uses()
+
+    def _end(self, deadline: float) -> None:
+        with self._pair.lock:
+            left = self._pair.index.dirty_chunks
+        if left:
+            self.metrics.loss("close", left)
+        ended = self._stop(max(deadline, time.monotonic() + _STOP_SEC))
+        self._publish()
+        self.metrics.publish(dict.fromkeys(GAUGES, 0))  # a store that is closed holds nothing
+        if ended and not self._callers:
+            self._pair.hot.arena.release()
+            if self._namespace is not None:
+                self._namespace.close()
+        else:  # whoever is still at work there keeps the memory and the directory, until the process ends
+            logger.warning("%s: an operation does not return; it is left behind", self.directory)
+        logger.info("closed %s: %d chunk(s) not written", self.directory, left)
 
     def wait_recovered(self, timeout: float) -> bool:
         """Wait until what was on disk at start is known, headers included. For tools and tests."""

@@ -42,11 +42,13 @@ def start(cold_path: Path) -> Iterator[Callable[..., Any]]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Figures that a reader of the log wants to see although everything passed."""
     from disks import INJECTED
-    from figures import LINES
+    from figures import DROPS, LINES
 
-    if INJECTED or LINES:
+    if INJECTED or LINES or DROPS:
         terminalreporter.section("figures")
         for line in LINES:
             terminalreporter.write_line(line)
         faults = ", ".join(f"{kind} {count}" for kind, count in sorted(INJECTED.items()))
+        drops = ", ".join(f"{reason} {count}" for reason, count in sorted(DROPS.items()))
+        terminalreporter.write_line(f"chunks dropped by reason: {drops or 'none'}")
         terminalreporter.write_line(f"faults injected by kind: {faults or 'none'}; wrong rows: 0 (one fails its test)")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
+from figures import count_drops
 
 from lmcache_hs_backend.chunk import ChunkRef, KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
@@ -96,6 +97,7 @@ def opened(
         yield store
     finally:
         store.close()
+        count_drops(store.stats())
 
 
 def chunk_files(cold_path: Any) -> list[Any]:

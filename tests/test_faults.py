@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import random
-import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from disks import INJECTED, FaultyDisk
 from figures import tell
 from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, tokens
-from safetensors.torch import save_file
 from waiting import wait_until
 
+from lmcache_hs_backend.chunkfile import FileLayer
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.tiered import TieredStore
 
@@ -46,119 +46,11 @@ def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt,
     return p, x
 
 
-# -- files -------------------------------------------------------------------------------------------------
-
-
-def truncated(path: Path, other: Path) -> None:
-    os.truncate(path, path.stat().st_size - 100)
-
-
-def emptied(path: Path, other: Path) -> None:
-    os.truncate(path, 0)
-
-
-def with_a_flipped_bit_in_the_rows(path: Path, other: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 4
-    path.write_bytes(data)
-
-
-def with_a_flipped_bit_in_the_header(path: Path, other: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[random.Random(1).randrange(200)] ^= 4
-    path.write_bytes(data)
-
-
-def with_a_flipped_bit_in_the_token_ids(path: Path, other: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[4096 - 3] ^= 4
-    path.write_bytes(data)
-
-
-def swapped_with_another_chunk(path: Path, other: Path) -> None:
-    shutil.copy(other, path)
-
-
-def replaced_by_another_safetensors_file(path: Path, other: Path) -> None:
-    save_file({"layer.0": torch.zeros(CHUNK, 128, dtype=torch.bfloat16)}, path)
-
-
-def replaced_by_a_symlink(path: Path, other: Path) -> None:
-    path.unlink()
-    path.symlink_to(other)
-
-
-def replaced_by_a_directory(path: Path, other: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def replaced_by_a_fifo(path: Path, other: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def deleted(path: Path, other: Path) -> None:
-    path.unlink()
-
-
-DAMAGES: list[Callable[[Path, Path], None]] = [
-    truncated, emptied, with_a_flipped_bit_in_the_rows, with_a_flipped_bit_in_the_header,
-    with_a_flipped_bit_in_the_token_ids, swapped_with_another_chunk, replaced_by_another_safetensors_file,
-    replaced_by_a_symlink, replaced_by_a_directory, replaced_by_a_fifo, deleted,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("when", ["while it is open", "before it is opened again"])
-def test_a_chunk_file_that_is(tmp_path: Path, damage: Callable[[Path, Path], None], when: str) -> None:
-    """... is a miss, set aside and counted; the chunks before it are served, those after it live on."""
-    INJECTED[damage.__name__] += 1
-    with opened(tmp_path, write_back_sec=FOREVER) as store:
-        p, x = on_disk(store, 4)
-        paths = [Path(store._pair.cold.path(name)) for name in p.names]
-        if when == "while it is open":
-            damage(paths[2], paths[0])
-            _check_damaged(store, p, x, damage)
-    if when != "while it is open":
-        damage(paths[2], paths[0])
-        with opened(tmp_path, write_back_sec=FOREVER) as store:
-            _check_damaged(store, p, x, damage)
-
-
-def _check_damaged(store: TieredStore, p: Prompt, x: torch.Tensor, damage: Callable[..., None]) -> None:
-    out = store.retrieve(p.refs, [0])[0]
-    assert torch.equal(out, x[: 2 * CHUNK].float())
-    assert store.stats()["quarantined_chunks"] == (damage is not deleted)
-    assert not os.path.lexists(store._pair.cold.path(p.names[2]))
-    assert store.covered([p.names[3]], [0]) == 1
-    assert store.store(p.refs, p.bytes, {0: x}) >= 1, "it can be stored again"
-    assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
-    store.flush(10)
-    check_balance(store)
-
-
-def test_left_over_temporaries_are_removed_and_foreign_files_are_not(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        p, x = on_disk(store, 2)
-        folder = Path(store._pair.cold.path(p.names[0])).parent
-        root = Path(store.directory)
-    ours = [folder / f".{p.names[0].hex()}.123.7.tmp", folder / ".tmpAb12Cd", root / ".namespace.json.9.9.tmp"]
-    foreign = [folder / f"notes-{n}.txt" for n in range(200)] + [root / "README", folder / "model.safetensors"]
-    for path in ours + foreign:
-        path.write_bytes(b"x" * 100)
-    with opened(tmp_path) as store:
-        assert not any(path.exists() for path in ours)
-        assert all(path.exists() for path in foreign)
-        assert store.stats()["cold_chunks"] == 2
-        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
-
-
 # -- disks -------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_fails_writes_takes_the_tier_offline_and_comes_back_by_itself(
-    tmp_path: Path, disk: FaultyDisk
+    tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path, files=disk, write_back_sec=0) as store:
         disk.errors["pwritev"] = errno.EIO
@@ -171,6 +63,8 @@ def test_a_disk_that_fails_writes_takes_the_tier_offline_and_comes_back_by_itsel
         assert store.store(more.refs, more.bytes, {0: rows(8 * CHUNK)}) == 8, "the oldest dirty chunks make room"
         assert time.monotonic() - started < 0.4, "without waiting for a disk that is not there"
         assert store.stats()["drops_offline"] == 4
+        assert store.stats()["errors_write"] >= 1
+        assert len([record for record in caplog.records if "is offline" in record.getMessage()]) == 1
         disk.errors.clear()
         wait_until(lambda: store.stats()["cold_state"] == "online")
         wait_until(lambda: store.stats()["dirty_chunks"] == 0)
@@ -190,6 +84,7 @@ def test_a_disk_that_fails_reads_is_a_miss_and_the_chunks_are_served_when_it_is_
         assert store.covered(p.names, [0]) == 0
         assert store.retrieve(p.refs, [0]) == {}
         assert store.stats()["misses_offline"] == 2
+        assert store.stats()["errors_read"] >= 1
         assert store.stats()["quarantined_chunks"] == 0
         disk.errors.clear()
         wait_until(lambda: store.stats()["cold_state"] == "online")
@@ -197,7 +92,9 @@ def test_a_disk_that_fails_reads_is_a_miss_and_the_chunks_are_served_when_it_is_
         check_balance(store)
 
 
-def test_a_full_disk_evicts_then_pauses_and_never_fails_a_store(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_a_full_disk_evicts_then_pauses_and_never_fails_a_store(
+    tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(tmp_path, files=disk, write_back_sec=0) as store:
         on_disk(store, 4)
         disk.errors["pwritev"] = errno.ENOSPC
@@ -207,6 +104,7 @@ def test_a_full_disk_evicts_then_pauses_and_never_fails_a_store(tmp_path: Path, 
         assert store.stats()["drops_cold_limit"] >= 1, "it made room before it gave up"
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
         assert not list(tmp_path.glob("*/??/.*"))
+        assert len([record for record in caplog.records if "takes no writes for now" in record.getMessage()]) == 1
         disk.errors.clear()
         wait_until(lambda: store.stats()["cold_state"] == "online")
         wait_until(lambda: store.stats()["dirty_chunks"] == 0)
@@ -227,13 +125,8 @@ def test_one_failed_write_is_tried_again_after_room_was_made(tmp_path: Path, dis
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_small_tmpfs_that_runs_full(tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
-    INJECTED["full tmpfs"] += 1
-    try:
+    with tmpfs(tmp_path, "size=256k"):
+        INJECTED["full tmpfs"] += 1
         with opened(tmp_path, chunks=4, max_cold_size=256 / 1024**2) as store:
             for seed in range(40):
                 p, x = prompt(2), rows(2 * CHUNK, seed=seed)
@@ -242,8 +135,57 @@ def test_a_small_tmpfs_that_runs_full(tmp_path: Path) -> None:
             store.flush(2)
             assert 0 < store.stats()["cold_bytes"] <= 256 * 1024
             check_balance(store)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_min_free_disk_stays_free_on_a_real_disk_whoever_fills_it(tmp_path: Path) -> None:
+    def free() -> int:
+        disk = os.statvfs(tmp_path)
+        return disk.f_bavail * disk.f_frsize
+
+    def churn(store: TieredStore) -> None:
+        for seed in range(20):
+            p, x = prompt(2), rows(2 * CHUNK, seed=seed)
+            assert store.store(p.refs, p.bytes, {0: x}) == 2
+            store.flush(1)
+            assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+            if store.stats()["cold_state"] == "online":
+                assert free() >= floor - in_flight
+
+    floor, in_flight = 512 << 10, 4 * 2 * LAYER_BYTES  # a write asks before it starts, each of four threads for itself
+    with tmpfs(tmp_path, "size=1m"):
+        INJECTED["free space below min_free_disk"] += 1
+        with opened(tmp_path, chunks=4, max_cold_size=1 / 1024, min_free_disk=floor / 1024**3) as store:
+            churn(store)
+            held = store.stats()["cold_bytes"]
+            assert held > 300 << 10, "all the rest is used"
+            (tmp_path / "somebody's").write_bytes(b"x" * (200 << 10))
+            churn(store)
+            assert 0 < store.stats()["cold_bytes"] < held - (150 << 10), "as much as was missing has made room"
+            (tmp_path / "somebody's").write_bytes(b"x" * (700 << 10))
+            churn(store)
+            assert store.stats()["cold_state"] == "paused"
+            (tmp_path / "somebody's").unlink()
+            with store._pair.lock:
+                store._pair.cold.health._resume_at = 0.0  # the pause is over
+            wait_until(lambda: store.stats()["cold_state"] == "online")
+            assert store.flush(10) == 0
+            assert store.stats()["cold_chunks"] > 0
+            check_balance(store)
+
+
+@contextlib.contextmanager
+def tmpfs(path: Path, options: str) -> Iterator[None]:
+    """A filesystem in memory at ``path``."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
     finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_file_size_limit_of_the_process_leaves_chunks_in_ram_and_the_others_on_disk(tmp_path: Path) -> None:
@@ -282,12 +224,41 @@ def test_a_vanished_directory_takes_the_tier_offline_until_it_is_back(tmp_path: 
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
 
-def test_short_reads_and_writes_move_everything_in_the_end(tmp_path: Path, disk: FaultyDisk) -> None:
-    disk.short = 1000
-    with opened(tmp_path, files=disk, use_odirect="off") as store:
+@pytest.mark.parametrize(("most", "use_odirect"), [(1000, "off"), (4096, "auto")])
+def test_short_reads_and_writes_move_everything_in_the_end(
+    tmp_path: Path, disk: FaultyDisk, most: int, use_odirect: str
+) -> None:
+    disk.short = most
+    with opened(tmp_path, files=disk, use_odirect=use_odirect) as store:
         p, x = on_disk(store, 3)
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert store.stats()["quarantined_chunks"] == 0
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_failed_write_of_one_more_layer_leaves_the_file_as_it_was(
+    tmp_path: Path, disk: FaultyDisk, code: int
+) -> None:
+    with opened(tmp_path, files=disk, write_back_sec=FOREVER) as store:
+        p, x = on_disk(store, 1)
+        path = Path(store._pair.cold.path(p.names[0]))
+        before = path.read_bytes()
+        y = rows(CHUNK, seed=1)
+        assert store.store(p.refs, p.bytes, {3: y}) == 1
+        disk.errors["pwritev"] = code
+        store.flush(1)
+        assert path.read_bytes() == before
+        assert not list(tmp_path.glob("*/??/.*"))
+        assert torch.equal(store.retrieve(p.refs, [3])[3], y.float()), "it is in RAM"
+        disk.errors.clear()
+        with store._pair.lock:
+            store._pair.cold.health._resume_at = 0.0
+        wait_until(lambda: store.stats()["cold_state"] == "online")
+        assert store.flush(10) == 0
+        out = store.retrieve(p.refs, [0, 3])
+        assert torch.equal(out[0], x.float())
+        assert torch.equal(out[3], y.float())
+        check_balance(store)
 
 
 def test_a_file_that_cannot_be_deleted_is_deleted_when_the_disk_is_back(tmp_path: Path, disk: FaultyDisk) -> None:
@@ -383,41 +354,53 @@ print("leaving")
     assert time.monotonic() - started < 30
 
 
-def test_backpressure_bounds_every_store_and_all_memory(tmp_path: Path, disk: FaultyDisk) -> None:
-    """A disk of 20 MB/s under a much higher rate of stores."""
+def test_backpressure_bounds_every_store_and_all_memory(
+    tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk of 20 MB/s under a store rate of 1 GB/s."""
     chunk_bytes = 64 * LAYER_BYTES  # half a MiB
-    wait_ms = 60.0
+    wait_ms = 20.0
     with opened(tmp_path, files=disk, chunks=64 * 16, store_wait_ms=wait_ms, write_back_sec=0.1) as store:
-        p, x = prompt(2), rows(2 * CHUNK, hidden=64 * 128)
-        assert store.store(p.refs, p.bytes, {0: x}) == 2
+        warm, x = prompt(12), rows(12 * CHUNK, hidden=64 * 128)
+        assert store.store(warm.refs, warm.bytes, {0: x}) == 12
         assert store.flush(10) == 0
+        resident = resident_bytes()
         disk.bytes_per_sec = 20 * MB
+        caplog.clear()
         longest = given = kept = 0.0
         begun = time.monotonic()
-        for seed in range(40):
-            q = prompt(4)
-            y = rows(4 * CHUNK, hidden=64 * 128, seed=seed)
+        while time.monotonic() < begun + 2:
+            p = prompt(12)  # 6 MiB; the pool has 8
             started = time.monotonic()
-            kept += store.store(q.refs, q.bytes, {0: y})
+            kept += store.store(p.refs, p.bytes, {0: x})
             longest = max(longest, time.monotonic() - started)
-            given += 4
+            given += len(p.refs)
             assert store.stats()["hot_bytes"] <= 16 * chunk_bytes
-        assert longest < wait_ms / 1000 + 0.3
+        took = time.monotonic() - begun
+        assert given * chunk_bytes / took > 1000 * MB, "or this is no test of anything"
+        assert longest < wait_ms / 1000 + 0.3, "the time allowed, a copy, and two busy cores"
         assert kept < given
         assert store.stats()["drops_no_room"] == given - kept
-        with store._pair.lock:
-            queued = store.stats  # the queue is bounded by the pool: there is no other place for rows
-        assert queued()["dirty_chunks"] <= 16
-        rate = kept * chunk_bytes / (time.monotonic() - begun)
+        assert store.stats()["dirty_chunks"] <= 16, "rows that wait for the disk lie in the pool and nowhere else"
+        assert resident_bytes() < resident + 64 * MB
+        store.metrics.report_losses()
+        told = [record for record in caplog.records if "drops_no_room" in record.getMessage()]
+        assert 1 <= len(told) <= 1 + took / 10, "one line in ten seconds"
         disk.bytes_per_sec = 0.0
         assert store.flush(20) == 0
-        q, y = prompt(4), rows(4 * CHUNK, hidden=64 * 128)
+        q, y = prompt(4), rows(4 * CHUNK, hidden=64 * 128, seed=1)
         assert store.store(q.refs, q.bytes, {0: y}) == 4
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
         check_balance(store)
         tell(
-            f"backpressure: longest store {longest * 1e3:.0f} ms, kept {rate / MB:.0f} MB/s, dropped {given - kept:.0f}"
+            f"backpressure: offered {given * chunk_bytes / took / MB:.0f} MB/s to a disk of 20 MB/s, longest store "
+            f"{longest * 1e3:.0f} ms, kept {kept * chunk_bytes / took / MB:.0f} MB/s, drops: no_room {given - kept:.0f}"
         )
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_reads_go_ahead_of_writes(tmp_path: Path, disk: FaultyDisk) -> None:
@@ -433,6 +416,55 @@ def test_reads_go_ahead_of_writes(tmp_path: Path, disk: FaultyDisk) -> None:
         assert store.stats()["dirty_chunks"] > 20, "the read did not wait for the writes before it"
         disk.bytes_per_sec = 0.0
         flusher.join()
+
+
+# -- fsync -------------------------------------------------------------------------------------------------
+
+
+class Recorder(FileLayer):
+    """Real files, with a record of what was made durable and in which order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.sources: dict[str, str] = {}  # what a file was called before
+
+    def _note(self, call: str, fd: int) -> None:
+        self.calls.append((call, os.readlink(f"/proc/self/fd/{fd}")))
+
+    def pwritev(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+        self._note("write", fd)
+        return os.pwritev(fd, views, offset)
+
+    def fdatasync(self, fd: int) -> None:  # type: ignore[override]
+        self._note("sync", fd)
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:  # type: ignore[override]
+        self._note("sync", fd)
+        os.fsync(fd)
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:  # type: ignore[override]
+        self.calls.append(("mkdir", path))
+        os.mkdir(path, mode)
+
+    def rename(self, source: str, target: str) -> None:  # type: ignore[override]
+        self.calls.append(("rename", target))
+        self.sources[target] = source
+        os.rename(source, target)
+
+
+def test_with_fsync_bytes_then_names_are_durable_before_flush_returns(tmp_path: Path) -> None:
+    files = Recorder()
+    with opened(tmp_path, files=files, fsync=True, io_threads=1) as store:
+        p, _ = on_disk(store, 3)
+        calls = list(files.calls)
+        for name in p.names:
+            path = store._pair.cold.path(name)
+            folder, temporary = os.path.dirname(path), files.sources[path]
+            wanted = [("mkdir", folder), ("sync", store.directory), ("write", temporary), ("sync", temporary)]
+            wanted += [("rename", path), ("sync", folder)]
+            rest = iter(calls)
+            assert all(call in rest for call in wanted), "all of them, in this order"
 
 
 # -- settings ----------------------------------------------------------------------------------------------

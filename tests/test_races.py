@@ -370,11 +370,11 @@ def test_a_disk_that_stays_full_is_not_emptied_in_vain(tmp_path: Path, disk: Fau
         disk.errors["pwritev"] = errno.ENOSPC
         q = prompt(2)
         store.store(q.refs, q.bytes, {0: rows(2 * CHUNK)})
-        for _ in range(2):
+        for tries in range(1, 4):
+            wait_until(lambda tries=tries: store.stats()["errors_disk_full"] >= tries, 15)  # type: ignore[misc]
             wait_until(lambda: store.stats()["cold_state"] == "paused", 15)
             with store._pair.lock:
-                store._pair.cold.health._resume_at = 0.0
-            wait_until(lambda: store.stats()["cold_state"] == "online", 15)
+                store._pair.cold.health._resume_at = 0.0  # the pause is over, and the next write fails at once
         assert len(chunk_files(tmp_path)) >= 16
 
 
@@ -494,13 +494,22 @@ def test_more_layers_than_a_file_may_have_are_left_out(tmp_path: Path) -> None:
         assert store.stats()["quarantined_chunks"] == 0
 
 
-@pytest.mark.parametrize("umask", [0o077, 0o000])
-def test_directories_have_the_mode_of_the_setting_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o000], ids=oct)
+@pytest.mark.parametrize("mode", [0o700, 0o750], ids=oct)
+def test_directories_have_the_mode_of_the_setting_and_files_that_of_the_umask(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
     before = os.umask(umask)
     try:
-        with opened(tmp_path / "a" / "b", cold_dir_mode=0o750) as store:
-            on_disk(store, 1)
-            folders = [tmp_path / "a", tmp_path / "a" / "b", Path(store.directory), *Path(store.directory).glob("??")]
-            assert {oct(folder.stat().st_mode & 0o777) for folder in folders} == {"0o750"}
+        with opened(tmp_path / "a" / "b", cold_dir_mode=mode, on_kv_gone="archive") as store:
+            p, _ = on_disk(store, 3)
+            store.kv_gone(p.names[:1])
+            os.truncate(store._pair.cold.path(p.names[1]), 10)
+            store.retrieve(p.refs[1:], [0])
+            wait_until(lambda: store.stats()["archived_chunks"] == store.stats()["quarantined_chunks"] == 1)
+            made = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
     finally:
         os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in made if path.is_dir()} == {oct(mode)}
+    assert {oct(path.stat().st_mode & 0o777) for path in made if path.is_file()} == {oct(0o666 & ~umask)}
+    assert {path.name for path in made} >= {"archive", "quarantine", "namespace.json", ".lock"}

@@ -112,3 +112,29 @@ def test_a_full_ext4_keeps_serving_and_stays_within_what_it_has(ext4: Path) -> N
         wait_until(lambda: store.stats()["cold_state"] == "online", 80)
         on_disk(store, 2)
         check_balance(store)
+
+
+def test_another_filesystem_over_the_cold_path_is_a_vanished_directory(tmp_path: Path) -> None:
+    with opened(tmp_path, promote=False, write_back_sec=0) as store:
+        p, x = on_disk(store, 3)
+        with store._pair.lock:
+            while store._pair.hot._evict_one():
+                pass
+        try:
+            run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path))
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"mounting is not allowed here: {error}")
+        INJECTED["filesystem over the cold path"] += 1
+        try:
+            assert store.retrieve(p.refs, [0]) == {}
+            assert store.stats()["cold_state"] == "offline"
+            q, y = prompt(2), rows(2 * CHUNK, seed=1)
+            assert store.store(q.refs, q.bytes, {0: y}) == 2
+            assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
+            assert list(tmp_path.iterdir()) == [], "nothing is written to it"
+        finally:
+            run("umount", "-l", str(tmp_path))
+        wait_until(lambda: store.stats()["cold_state"] == "online", 40)
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+        assert store.flush(10) == 0
+        check_balance(store)

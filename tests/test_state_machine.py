@@ -6,6 +6,7 @@ as long as nothing was dropped, damaged or refused, what was stored must be ther
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -149,10 +150,33 @@ class TwoTiers(RuleBasedStateMachine):
     def set_the_clock(self, hours: int) -> None:
         self.clock.step_ns += hours * 3600 * 10**9
 
-    @rule(call=st.sampled_from(["pwritev", "preadv", "rename", "unlink", "open"]))
-    def break_the_disk(self, call: str) -> None:
-        self.disk.errors[call] = errno.EIO
+    @rule(
+        path=PATHS,
+        layer_idx=st.sampled_from(LAYERS),
+        tiers=st.sampled_from([(True, True), (True, False), (False, True)]),
+    )
+    def read_one_layer(self, path: list[int], layer_idx: int, tiers: tuple[bool, bool]) -> None:
+        p = prompt_of(path)
+        got = self.store.read_layer(p.names[-1], layer_idx, tiers=tiers)
+        if got is not None:
+            assert torch.equal(got, honest_rows(p.ids, layer_idx)[-CHUNK:])
+
+    @rule(path=PATHS, layer_idx=st.sampled_from(LAYERS))
+    def add_one_layer(self, path: list[int], layer_idx: int) -> None:
+        p = prompt_of(path)
+        self.store.add_layer(p.names[-1], layer_idx, honest_rows(p.ids, layer_idx)[-CHUNK:])
+
+    @rule(
+        call=st.sampled_from(["pwritev", "preadv", "rename", "unlink", "open"]),
+        code=st.sampled_from([errno.EIO, errno.EROFS, errno.ENOSPC]),
+    )
+    def break_the_disk(self, call: str, code: int) -> None:
+        self.disk.errors[call] = code
         self.sure.clear()
+
+    @rule(size=st.sampled_from([0, 1000]))
+    def move_only_so_many_bytes_at_a_time(self, size: int) -> None:
+        self.disk.short = size
 
     @precondition(lambda self: self.disk.errors)
     @rule()
@@ -161,22 +185,33 @@ class TwoTiers(RuleBasedStateMachine):
         wait_until(lambda: self.store.stats()["cold_state"] == "online", 40)
         self.sure.clear()
 
-    @rule(pick=st.integers(0, 1000), cut=st.booleans())
-    def damage_a_file(self, pick: int, cut: bool) -> None:
+    @rule(
+        pick=st.integers(0, 1000), how=st.sampled_from(["cut", "deleted", "flipped bit", "another's rows", "directory"])
+    )
+    def damage_a_file(self, pick: int, how: str) -> None:
         files = sorted(self.root.glob("*/??/*.safetensors"))
         if not files:
             return
-        path = files[pick % len(files)]
-        INJECTED["damaged in state machine"] += 1
-        try:
-            if cut:
-                os.truncate(path, path.stat().st_size // 2)
-            else:
-                path.unlink()
-        except FileNotFoundError:
-            return
+        path, other = files[pick % len(files)], files[(pick + 1) % len(files)]
+        INJECTED[f"state machine: {how}"] += 1
         self.damaged.add(path.stem)
         self.sure = {(name, idx) for name, idx in self.sure if name.hex() != path.stem}
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # it has left meanwhile, or is damaged enough
+            if how == "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            elif how == "flipped bit":
+                with path.open("r+b") as file:
+                    file.seek(pick % path.stat().st_size)
+                    old = file.read(1)[0]
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([old ^ 1 << pick % 8]))
+            elif how == "another's rows":
+                shutil.copy(other, self.root / "copy")
+                os.replace(self.root / "copy", path)
+            else:
+                path.unlink()
+                if how == "directory":
+                    path.mkdir()
 
     @precondition(lambda self: not self.disk.errors)
     @rule()
@@ -198,6 +233,10 @@ class TwoTiers(RuleBasedStateMachine):
             wait_until(lambda: not self.store._pair.cold._undeleted)
             wait_until(lambda: not self.store._pair.mover._busy)
             check_balance(self.store, self.damaged)
+            with self.store._pair.lock:
+                known = {entry.name.hex() for entry in self.store._pair.index.entries.values() if entry.file_bytes}
+            uncounted = {path.stem for path in self.root.glob("*/??/*.safetensors")} - known - self.damaged
+            assert not uncounted, "every file is in the accounts"
             assert self.store.stats()["errors_internal"] == 0
         finally:
             self.store.close()

@@ -1,10 +1,14 @@
-"""Time to the first row: one chunk, hot and cold, over what its copy or its raw read takes."""
+"""Time to the first row: one chunk, hot and cold, over what its copy or its raw read takes.
+
+What no implementation could save is measured beside it: a read that is also checked and converted.
+"""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
 from benchmarks import disk
 from benchmarks.context import Context
@@ -20,7 +24,7 @@ def run(context: Context) -> Result:
     size = context.size
     result = Result(TITLE)
     ids, rows = new_prompt(size.chunk), random_rows(size.chunk, size.hidden)
-    wide = torch.zeros(size.chunk, size.hidden)
+    wide, narrow = torch.zeros(size.chunk, size.hidden), torch.zeros(size.chunk, size.hidden, dtype=rows.dtype)
     pool = 8 * size.chunk_bytes + (1 << 20)
     with (
         context.folder() as path,
@@ -33,12 +37,26 @@ def run(context: Context) -> Result:
         cold.write_all()
         file = cold.files()[0]
         raw = RawDisk((1,), os.path.getsize(file), 1, direct=disk.takes_direct(path))
+        read_rows = torch.frombuffer(raw.rows_read(0), dtype=rows.dtype).view_as(rows)
+
+        def bare() -> None:
+            raw.read_here(file)
+            xxh3_64_hexdigest(raw.rows_read(0))
+            wide.copy_(read_rows)
+
+        def drop() -> None:
+            disk.leave_page_cache([file])
+
         steps = {
             "copy_ to float32": Step(lambda: wide.copy_(rows)),
+            "plain copy_": Step(lambda: narrow.copy_(rows)),
             "retrieve hot": Step(lambda: hot.ours.retrieve_hidden_states(ids)),
+            "retrieve hot, native": Step(lambda: hot.ours.retrieve_layers(ids, [0], None)),
             "retrieve, upstream": Step(lambda: hot.upstream.retrieve_hidden_states(ids)),
-            "raw read": Step(lambda: raw.read_here(file), lambda: disk.leave_page_cache([file])),
+            "raw read": Step(lambda: raw.read_here(file), drop),
+            "raw read, xxh3, copy_ to float32": Step(bare, drop),
             "retrieve cold": Step(lambda: cold.ours.retrieve_hidden_states(ids), cold.leave_ram),
+            "retrieve cold, native": Step(lambda: cold.ours.retrieve_layers(ids, [0], None), cold.leave_ram),
         }
         times = interleaved(steps, size.first_row_calls, warmups=10)
         expect(hot.ours.retrieve_hidden_states(ids), rows, "one hot chunk")
@@ -48,8 +66,13 @@ def run(context: Context) -> Result:
     result.tables.append(times_table(f"one chunk of {size.chunk_bytes / 2**20:g} MiB", times))
     for key, ours, limit, most in (
         ("hot", "retrieve hot", "copy_ to float32", 60),
+        ("hot_native", "retrieve hot, native", "plain copy_", None),
+        ("hot_upstream", "retrieve, upstream", "copy_ to float32", None),
         ("cold", "retrieve cold", "raw read", 150),
+        ("cold_native", "retrieve cold, native", "raw read", None),
+        ("cold_limit", "raw read, xxh3, copy_ to float32", "raw read", None),
+        ("cold_bare", "retrieve cold", "raw read, xxh3, copy_ to float32", None),
     ):
         over = [(a - b) * 1e6 for a, b in zip(times[ours], times[limit], strict=True)]
-        result.figure(f"first_row.{key}", f"one {key} chunk, over {limit}", over, unit="µs", at_most=most)
+        result.figure(f"first_row.{key}", f"one chunk: {ours}, over {limit}", over, unit="µs", at_most=most)
     return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
+
 from benchmarks.context import Context
 from benchmarks.figures import Result, Table, WrongRows
 from benchmarks.measuring import Step, interleaved, median, quotients
@@ -38,7 +40,14 @@ def _case(context: Context, chunks: int, hidden: int, result: Result, table: Tab
             engine.store_kv(ids)
             store: Any = engine.store
             store.store_layers(ids, rows)
+            wide = [torch.zeros(tokens, hidden) for _ in rows]
+
+            def copies() -> None:
+                for target, source in zip(wide, rows.values(), strict=True):
+                    target.copy_(source)
+
             steps = {
+                "copies": Step(copies),
                 "one": Step(lambda: store.retrieve_layers(ids, _LAYERS)),
                 "four": Step(lambda: [store.retrieve_hidden_states(ids, layer_idx=layer) for layer in _LAYERS]),
             }
@@ -55,6 +64,10 @@ def _case(context: Context, chunks: int, hidden: int, result: Result, table: Tab
     result.figure(
         f"layers.{chunks}x{hidden}", f"four layers of {chunks} chunks × {hidden}: one call over four", ratios,
         at_most=0.9,
+    )  # fmt: skip
+    result.figure(
+        f"layers.{chunks}x{hidden}_limit", "… and of a call that does nothing but copy",
+        quotients(times["copies"], times["four"]),
     )  # fmt: skip
 
 

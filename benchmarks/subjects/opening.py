@@ -46,7 +46,7 @@ def run(context: Context) -> Result:
             store = TieredStore(config, 1 << 20, _IDENT)
             store.close()
             refs = list(_make_files(store.directory, count))
-            rounds = 3 if count > 10_000 else min(5, size.rounds)
+            rounds = min(5, size.rounds) if count <= 10_000 else 3 if count <= 100_000 else 1
             scans, built, served, read = [], [], [], []
             for number in range(rounds):
                 emptied = disk.drop_caches() and emptied
@@ -57,7 +57,7 @@ def run(context: Context) -> Result:
                 built.append(time.perf_counter() - started)
                 _serve(store, refs[number * 997 % count])
                 served.append(time.perf_counter() - started)
-                wait_until(lambda s=store: s.wait_recovered(0), 600)
+                wait_until(lambda s=store: s.wait_recovered(0), 3600)
                 read.append(time.perf_counter() - started)
                 if len(store) != count:
                     raise WrongRows(f"{len(store)} of {count} files were recovered")

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TextIO
@@ -41,6 +42,8 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def run(program: str, main: Callable[[], int]) -> int:
     """Call ``main`` and turn its end into an exit status, with at most one line on standard error."""
+    # torch says this once where NumPy is not installed; we do not need it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         status = main()
         sys.stdout.flush()

@@ -50,7 +50,7 @@ class Background:
         """Drop all coroutines and end the thread, waiting until ``deadline`` (monotonic) at most."""
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() and not self._loop.is_running():  # a forked child has the loop, not the thread
             self._loop.close()
 
     async def _logged(self, coroutine: Coroutine[Any, Any, Any]) -> None:

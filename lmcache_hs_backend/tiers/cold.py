@@ -27,7 +27,7 @@ from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
 from lmcache_hs_backend.tiers.mover import Mover
-from lmcache_hs_backend.tiers.namespace import ARCHIVE, QUARANTINE, FoundFile, chunk_path, fan_out
+from lmcache_hs_backend.tiers.namespace import ARCHIVE, QUARANTINE, FoundFile, Namespace, NotOurs, chunk_path, fan_out
 from lmcache_hs_backend.tiers.space import NoRoom, Space
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ _TELL_AGAIN_SEC = 10.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 #: Answers that concern one file and not the disk.
 _ONE_FILE = (errno.EACCES, errno.EPERM, errno.EUCLEAN, errno.EBADMSG)
+#: Answers that concern neither, but a limit of this process or a moment.
+_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _MOST_SUSPECTS = 1000
 
 
@@ -45,7 +47,7 @@ class ColdTier:
     def __init__(
         self,
         config: TieredConfig,
-        directory: str,
+        namespace: Namespace,
         index: Index,
         mover: Mover,
         lock: threading.Lock,
@@ -55,19 +57,20 @@ class ColdTier:
         on_change: Callable[[], None],
     ) -> None:
         """For ``give_up_file`` see Space, for ``on_change`` DiskHealth."""
-        self.health = DiskHealth(directory, files, lock, metrics, on_change)
+        directory = namespace.directory
+        self.health = DiskHealth(directory, files, lock, metrics, on_change, namespace.check)
         self.space = Space(
             config, directory, index, mover, lock, metrics, files, self.health, self._path, give_up_file, self.unlink
         )  # fmt: skip
         self._config = config
         self._directory = directory
+        self._check_ours = namespace.check
         self._lock = lock
         self._metrics = metrics
         self._files = files
         self._direct = config.use_odirect != "off" and self._probe_direct()
         self._undeleted: dict[bytes, Entry] = {}  # chunks that are GONE, and whose file could not be deleted
         self._suspects: set[bytes] = set()  # chunks whose file has given EIO once
-        self._real_folders: set[str] = set()  # directories of ours that are directories, and no links
         self._told_at = -_TELL_AGAIN_SEC
 
     @property
@@ -101,6 +104,7 @@ class ColdTier:
             )  # fmt: skip
         except OSError as error:
             raise self._judged(entry.name, error) from None
+        self._suspects.discard(entry.name)
         self._metrics.observe("disk_read_seconds", time.monotonic() - started)
         self._metrics.add("read_bytes", sum(len(view) for view in into.values()))
         return header
@@ -109,21 +113,27 @@ class ColdTier:
         """The header of a chunk's file. Raises BadChunk (missing files included) or OSError."""
         try:
             self._check_folder(fan_out(self._directory, name))
-            return chunkfile.read_header(self._files, self.path(name))
+            header = chunkfile.read_header(self._files, self.path(name))
+            self._suspects.discard(name)
+            return header
         except OSError as error:
             raise self._judged(name, error) from None
 
     def _judged(self, name: bytes, error: OSError) -> BadChunk | OSError:
         """Whether it is the file or the disk: a disk that works, but fails for the same file again, is fine."""
-        if isinstance(error, FileNotFoundError) and os.path.isdir(self._directory):
+        if isinstance(error, FileNotFoundError):
             return BadChunk("missing", str(error))
-        if error.errno in _ONE_FILE or name in self._suspects:
-            self._suspects.discard(name)
-            return BadChunk("unreadable", str(error))
-        if len(self._suspects) < _MOST_SUSPECTS:
-            self._suspects.add(name)
+        if error.errno not in _THE_PROCESS and not isinstance(error, NotOurs):
+            if name in self._suspects or (error.errno in _ONE_FILE and self._is_open(fan_out(self._directory, name))):
+                self._suspects.discard(name)
+                return BadChunk("unreadable", str(error))
+            if len(self._suspects) < _MOST_SUSPECTS:
+                self._suspects.add(name)
         self.health.failed("read", error)
         return error
+
+    def _is_open(self, folder: str) -> bool:
+        return os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -195,7 +205,7 @@ class ColdTier:
             if error.errno == errno.EINVAL and self._direct:  # what is left after a short write is not aligned
                 temporary, layout = write(False)
             elif error.errno in _NO_SPACE and self.space.evict_for_disk(nbytes):
-                temporary, layout = self._after_eviction(write)
+                temporary, layout = self._after_eviction(folder, write)
             else:
                 raise
         self._rename(temporary, chunk_path(self._root(archived), entry.name))
@@ -208,10 +218,10 @@ class ColdTier:
             self._make_folder(folder)
             return write(self._direct)
 
-    def _after_eviction(self, write: Callable[[bool], tuple[str, FileLayout]]) -> tuple[str, FileLayout]:
+    def _after_eviction(self, folder: str, write: Callable[[bool], tuple[str, FileLayout]]) -> tuple[str, FileLayout]:
         """Once more, now that files were deleted. If that has not helped, more of it will not either."""
         try:
-            return write(self._direct)
+            return self._with_folder(folder, write)
         except OSError:
             self.space.eviction_helps = False
             raise
@@ -219,6 +229,7 @@ class ColdTier:
     def save_use(self, entry: Entry, used_ns: int) -> None:
         """Tell a later start when the chunk was last used, in its file's mtime."""
         try:
+            self._check_folder(fan_out(self._directory, entry.name))
             self._files.utime(self.path(entry.name), ns=(used_ns, used_ns), follow_symlinks=False)
         except OSError as error:  # only the order of a later eviction depends on it
             logger.debug("the last use of %s is not saved: %s", entry.name.hex(), error)
@@ -230,6 +241,7 @@ class ColdTier:
     def unlink(self, entry: Entry) -> bool:
         """Delete the file of an entry. A file that is not there is what was wanted; False: it is still there."""
         try:
+            self._check_folder(fan_out(self._directory, entry.name))
             with contextlib.suppress(FileNotFoundError):
                 self._files.unlink(self.path(entry.name))
         except OSError as error:
@@ -242,6 +254,11 @@ class ColdTier:
             self.space.usage.own -= entry.file_bytes
             entry.file_bytes = 0
         return True
+
+    def left_behind(self, entry: Entry) -> None:
+        """Lock held. A chunk is GONE; a file of it that could not be set aside counts until it is deleted."""
+        if entry.file_bytes:
+            self._undeleted[entry.name] = entry
 
     def take_undeleted(self) -> list[Entry]:
         """Lock held. Entries whose file could not be deleted, for another try."""
@@ -260,6 +277,7 @@ class ColdTier:
         """Move the file of an entry that is GONE to the archive: kept for extraction, never served."""
         size = entry.file_bytes
         try:
+            self._check_folder(fan_out(self._directory, entry.name))
             self._rename(self.path(entry.name), self._path(entry.name, True))
         except FileNotFoundError:
             size = 0
@@ -289,13 +307,14 @@ class ColdTier:
         size = 0
         if moved:
             try:
+                self._check_folder(fan_out(self._directory, entry.name))
                 self._rename(self.path(entry.name), target)
                 size = os.lstat(target).st_size
             except FileNotFoundError:
                 moved = False
             except OSError as error:
                 self.health.failed("write", error)
-                moved = False
+                return  # it lies where it was, and counts
         with self._lock:
             self.space.usage.own -= entry.file_bytes
             entry.file_bytes = 0
@@ -344,17 +363,19 @@ class ColdTier:
             self.health.failed("write", error)
 
     def _check_folder(self, folder: str) -> None:
-        """Move aside what is named like a directory of ours and is none: a link may lead out of the cold path."""
-        if folder in self._real_folders or folder == self._directory:
+        """Move aside what is named like a directory of ours and is none: a link may lead out of the cold path.
+
+        Raises NotOurs when the namespace's own directory is another one by now.
+        """
+        if folder == self._directory:
+            self._check_ours()
             return
         self._check_folder(os.path.dirname(folder))
         try:
             mode = os.lstat(folder).st_mode
         except FileNotFoundError:
             return
-        if stat.S_ISDIR(mode):
-            self._real_folders.add(folder)
-        else:
+        if not stat.S_ISDIR(mode):
             aside = f"{folder}.foreign-{time.time_ns():x}"
             logger.warning("%s is not a directory of ours; it is now %s", folder, aside)
             self._files.rename(folder, aside)

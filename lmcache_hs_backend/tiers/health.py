@@ -8,6 +8,7 @@ begins and one INFO when it is over, however often it is tried meanwhile.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from lmcache_hs_backend.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 PAUSE_SEC = (5.0, 60.0)  # first and longest pause
 PROBE_SEC = (1.0, 30.0)  # first and longest time between two attempts to reach a disk that has failed
 
@@ -42,14 +44,18 @@ class DiskHealth:
         lock: threading.Lock,
         metrics: Metrics,
         on_change: Callable[[], None],
+        check_ours: Callable[[], None],
     ) -> None:
-        """``on_change`` is told of every change of ``state``, under the lock."""
+        """``on_change`` is told of every change of ``state``, under the lock; ``check_ours`` raises OSError when the
+        directory is no longer ours, which no answer of the disk makes good.
+        """
         self.state = ColdState.ONLINE
         self._directory = directory
         self._files = files
         self._lock = lock
         self._metrics = metrics
         self._on_change = on_change
+        self._check_ours = check_ours
         self._troubled = False  # from the first report of a trouble until a write has succeeded again
         self._resume_at = 0.0
         self._pause_sec, self._probe_sec = PAUSE_SEC[0], PROBE_SEC[0]
@@ -123,6 +129,7 @@ class DiskHealth:
     def _try_disk(self) -> None:
         path = os.path.join(self._directory, temporary_name("probe"))
         try:
+            self._check_ours()
             fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 self._files.pwritev(fd, [b"hs"], 0)
@@ -132,6 +139,11 @@ class DiskHealth:
                 self._files.close(fd)
                 self._files.unlink(path)
         except OSError as error:
+            if error.errno in NO_SPACE:  # it answers: what it holds can be read, and evicted
+                with self._lock:
+                    self._resume_at = time.monotonic() + self._pause_sec
+                    self._change(ColdState.PAUSED)
+                return
             logger.debug("the disk is not back: %s", error)
             self._try_again_later()
             return

@@ -124,11 +124,18 @@ class Intake:
                 break
             if present:
                 self._pair.confirm(entry, ref.kv_key)
+            found = [entry.spec(spec.layer_idx) for spec in specs]
+            if any(old is not None and old.hidden_dim != new.hidden_dim for old, new in zip(found, specs, strict=True)):
+                # The same tokens with rows of another width: of another model, under a name that has not changed.
+                self._pair.metrics.loss("reshaped")
+                self._pair.forget(entry)
+                wants.append(_Want(ref, specs, present, counted=False))
+                continue
             known.append(entry)
             counted = bool(entry.uncounted & layer_idxs)
             entry.uncounted -= layer_idxs
             stored += counted
-            missing = [spec for spec in specs if not entry.has(spec.layer_idx)]
+            missing = [spec for spec, old in zip(specs, found, strict=True) if old is None]
             if missing and len(missing) + len(entry.layer_idxs()) <= MAX_LAYERS:
                 wants.append(_Want(ref, missing, present, counted))
         index.touch(known)  # what this prompt already has shall not leave to make room for its rest

@@ -75,6 +75,7 @@ class Mover:
         self._reads: deque[FileOp] = deque()
         self._others: deque[FileOp] = deque()
         self._busy: dict[bytes, deque[FileOp]] = {}
+        self._claims: dict[bytes, float] = {}  # names that were taken, and since when
         self._running: dict[int, tuple[FileOp, float]] = {}
         self._stopping = False
         self._reads_in_a_row = 0
@@ -100,10 +101,12 @@ class Mover:
     def claim(self, name: bytes) -> None:
         """Take a name that is not busy for the calling thread itself; ``release`` it afterwards."""
         self._busy[name] = deque()
+        self._claims[name] = time.monotonic()
 
     def release(self, name: bytes) -> None:
         """The operation on ``name`` is over: the next one that waits for it may start."""
         behind = self._busy[name]
+        self._claims.pop(name, None)
         if behind:
             self._enqueue(behind.popleft())
         else:
@@ -123,7 +126,9 @@ class Mover:
     def stuck(self, seconds: float) -> int:
         """How many operations on a chunk's file have been in flight for longer than ``seconds``."""
         oldest = time.monotonic() - seconds
-        return sum(bool(op.name) and started < oldest for op, started in self._running.values())
+        names = {op.name for op, started in self._running.values() if op.name and started < oldest}
+        names |= {name for name, started in self._claims.items() if started < oldest}
+        return len(names)
 
     def _enqueue(self, op: FileOp) -> None:
         (self._reads if op.is_read else self._others).append(op)

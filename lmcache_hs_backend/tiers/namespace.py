@@ -155,12 +155,11 @@ def namespaces(cold_path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield path, read_record(path)
 
 
-def _is_described(directory: str) -> bool:
+def _is_described(directory: str, record: dict[str, Any]) -> bool:
     try:
-        read_record(directory)
+        return read_record(directory) == record
     except NamespaceRecordError:  # none yet, or torn by a crash: its name says what it is, so write it again
         return False
-    return True
 
 
 class FoundFile(NamedTuple):
@@ -176,6 +175,8 @@ class FoundFile(NamedTuple):
 def _listed(directory: str) -> Iterator[Iterable[os.DirEntry[str]]]:
     """The entries of a directory; none of one that is not there, or that cannot be listed, which the log says."""
     try:
+        if os.path.islink(directory):
+            raise NotADirectoryError("a symbolic link may lead anywhere")
         entries = os.scandir(directory)
     except FileNotFoundError:
         yield ()
@@ -235,12 +236,28 @@ def scan_flat(directory: str) -> Iterator[FoundFile]:
                 yield FoundFile(entry.path, info.st_size, info.st_mtime_ns, b"")
 
 
+class NotOurs(OSError):
+    """A namespace directory is no longer the one that was locked: moved away, mounted over, or its lock removed."""
+
+
 class NamespaceLock:
     """The exclusive lock on a namespace directory. Released by ``close`` or when the process ends."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, directory: str) -> None:
         self._fd = fd
+        self._path = os.path.join(directory, LOCK)
+        locked = os.fstat(fd)
+        self._locked = locked.st_dev, locked.st_ino
         _held.add(self)
+
+    def check(self) -> None:
+        """Raise NotOurs unless it is still this lock that protects the directory; OSError where nobody can say."""
+        try:
+            there = os.lstat(self._path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != self._locked:
+            raise NotOurs(errno.ESTALE, "this is no longer the directory that was locked", os.path.dirname(self._path))
 
     @classmethod
     def take(cls, directory: str) -> NamespaceLock | None:
@@ -254,7 +271,7 @@ class NamespaceLock:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return None
             raise
-        return cls(fd)
+        return cls(fd, directory)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -280,6 +297,7 @@ class Namespace:
     def __init__(self, directory: str, lock: NamespaceLock) -> None:
         self.directory = directory
         self._lock = lock
+        self.check = lock.check
 
     @classmethod
     async def open(
@@ -327,16 +345,26 @@ class Namespace:
         """Write ``namespace.json`` whole or not at all."""
         loop = asyncio.get_running_loop()
         path = os.path.join(directory, RECORD)
-        if await loop.run_in_executor(executor, _is_described, directory):
+        record = ident.record()
+        if await loop.run_in_executor(executor, _is_described, directory, record):
             return
         temporary = os.path.join(directory, temporary_name(RECORD))
-        text = json.dumps(ident.record(), indent=2) + "\n"
+        text = json.dumps(record, indent=2) + "\n"
         async with aiofiles.open(temporary, "x", executor=executor) as file:
             await file.write(text)
         await loop.run_in_executor(executor, os.replace, temporary, path)
 
     def close(self) -> None:
         self._lock.close()
+
+
+def refuse_links(path: str, directory: str) -> None:
+    """Raise OSError when a directory between ``directory`` and ``path`` is a link: it may lead out of the cold path."""
+    folder = os.path.dirname(path)
+    while folder != directory:
+        if os.path.islink(folder):
+            raise OSError(errno.ELOOP, "a symbolic link in the place of a directory of ours", folder)
+        folder = os.path.dirname(folder)
 
 
 def fan_out(directory: str, name: bytes) -> str:

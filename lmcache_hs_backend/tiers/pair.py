@@ -66,7 +66,7 @@ class TierPair:
     def open(self, namespace: Namespace, files: FileLayer) -> None:
         """Attach the directory that this process owns."""
         self.cold = ColdTier(
-            self.config, namespace.directory, self.index, self.mover, self.lock, self.metrics, files,
+            self.config, namespace, self.index, self.mover, self.lock, self.metrics, files,
             give_up_file=self._give_up_file, on_change=self._cold_changed,
         )  # fmt: skip
 
@@ -218,6 +218,7 @@ class TierPair:
                 self.index.settle(entry)
             else:
                 self.detach(entry)
+                self.cold.left_behind(entry)
 
     def read_header(self, entry: Entry) -> None:
         """Look into a file found at start; a bad one is set aside. Its name must be busy with the caller."""

@@ -8,6 +8,7 @@ arrived. No chunk can leave RAM in between: the walk leases what it found.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.pair import Read, TierPair, Waiter
 from lmcache_hs_backend.tiers.serial import alone, copy_alone
+
+logger = logging.getLogger(__name__)
 
 #: With so few reads there is nothing that torch's threads could get in the way of.
 _FEW_READS = 2
@@ -63,9 +66,10 @@ class Serve:
             answers = pair.presence([ref.kv_key for ref in refs[: len(entries)]], False)
             with pair.lock:
                 known, miss = self._judge(refs, entries, answers, asked_ns, miss)
-            if known:
-                tokens = refs[known - 1].end
-                rows = {spec.layer_idx: self._output(tokens, spec, dtype) for spec in walk.specs}
+            rows = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
+            if known and not rows:
+                miss = "memory"
+            elif known:
                 cold = [position for position in walk.cold if position < known]
                 if cold:
                     self._submit_reads(refs, walk, cold, rows, waiter)
@@ -177,6 +181,14 @@ class Serve:
         return known, miss
 
     # -- the rows, without the lock ----------------------------------------------------------------------
+
+    def _outputs(self, tokens: int, specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+        """layer_idx → memory for its rows; none at all when the system has not enough."""
+        try:
+            return {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
+        except (OSError, MemoryError, RuntimeError) as error:  # mmap's, Python's and torch's ways to say it
+            logger.warning("no memory for %d rows of %d layer(s): %s", tokens, len(specs), error)
+            return {}
 
     def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None) -> torch.Tensor:
         hidden_dim, dtype = spec.hidden_dim, dtype or spec.dtype

@@ -21,7 +21,7 @@ from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
 from lmcache_hs_backend.tiers.mover import Mover
-from lmcache_hs_backend.tiers.namespace import FoundFile, NamespaceLock
+from lmcache_hs_backend.tiers.namespace import FoundFile, NamespaceLock, refuse_links
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Space:
             if victim.kind == "dead":
                 freed = self._bury(victim)
             else:
-                self._delete(victim.path)
+                self._delete(victim.path, self._directory)
         except OSError as error:
             # It stays, and is not looked at again; after a restart it is found and counted once more.
             logger.warning("%s cannot be deleted: %s", victim.path, error)
@@ -206,12 +206,13 @@ class Space:
             if lock is None:
                 return 0
             try:
-                self._delete(victim.path)
+                self._delete(victim.path, victim.directory)
             finally:
                 lock.close()
         return victim.size
 
-    def _delete(self, path: str) -> None:
+    def _delete(self, path: str, directory: str) -> None:
+        refuse_links(path, directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(path)
 
@@ -237,4 +238,5 @@ class Space:
             disk = self._files.statvfs(self._directory)
         except OSError:
             return 0  # the write itself will tell
-        return max(0, self._config.min_free_bytes + nbytes - disk.f_bavail * disk.f_frsize)
+        promised = self.usage.reserved  # to writes that are under way
+        return max(0, self._config.min_free_bytes + promised + nbytes - disk.f_bavail * disk.f_frsize)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from figures import tell
+from inspecting import inspect_json
 
 from lmcache_hs_backend.reader import ColdTierReader, NotAColdPath
 
@@ -17,7 +20,8 @@ pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("HS_STRESS_SEC", "30")) / 2
 
 WORKER = r"""
-import random, sys, time
+import json, random, sys, time
+from collections import Counter
 sys.path[:0] = {path!r}
 import torch
 torch.set_num_threads(1)
@@ -26,7 +30,7 @@ number, model = {number}, {model!r}
 ident = IDENT.__class__(**{{**IDENT.__dict__, "model": model}})
 choose = random.Random(number)
 limit = 40 * (LAYER_BYTES + 8192) / 1024**3
-operations = 0
+operations, drops = 0, Counter()
 until = time.monotonic() + {seconds}
 while time.monotonic() < until:
     with opened({cold_path!r}, chunks=6, max_cold_size=limit, write_back_sec=0, ident=ident) as store:
@@ -38,9 +42,11 @@ while time.monotonic() < until:
             for rows in store.retrieve(p.refs, [0]).values():
                 assert torch.equal(rows, honest_rows(p.ids, number)[: len(rows)].float()), "a wrong row"
             operations += 1
-        assert store.stats()["quarantined_chunks"] == 0
-        assert store.stats()["errors_internal"] == 0
-print(operations)
+        figures = store.stats()
+        assert figures["quarantined_chunks"] == 0
+        assert figures["errors_internal"] == 0
+        drops.update({{name[6:]: int(n) for name, n in figures.items() if name.startswith("drops_") and n}})
+print(json.dumps([operations, drops]))
 """
 
 
@@ -53,7 +59,7 @@ def test_processes_share_a_cold_path_with_a_reader_beside_them(tmp_path: Path) -
         processes.append(
             subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    looked = seen = 0
+    looked = seen = programs = 0
     while any(process.poll() is None for process in processes):
         try:
             chunks = list(ColdTierReader(str(tmp_path)).chunks())
@@ -63,11 +69,20 @@ def test_processes_share_a_cold_path_with_a_reader_beside_them(tmp_path: Path) -
         seen += len(chunks)
         damaged = [info.problem for info in chunks if info.header is None and "No such file" not in info.problem]
         assert not damaged, "a reader never sees half a file"
-    operations = 0
+        if looked % 20 == 1:
+            programs += 1
+            found = inspect_json("verify", tmp_path, "--fix", "--ignore", "orphan")
+            assert found["counts"] == {}, "nor does the program, and it sets nothing aside"
+    operations, drops = 0, Counter[str]()
     for process in processes:
         out, error = process.communicate()
         assert process.returncode == 0, error
-        operations += int(out)
-    assert looked
+        done, lost = json.loads(out)
+        operations += done
+        drops.update(lost)
     assert seen
-    tell(f"operations under stress in {len(jobs)} processes: {operations}; reader: {seen} chunks in {looked} passes")
+    assert programs
+    tell(
+        f"operations under stress in {len(jobs)} processes: {operations}, wrong rows: 0, drops: {dict(drops)}; "
+        f"reader: {seen} chunks in {looked} passes, and lmcache-hs-inspect verify --fix {programs} times"
+    )

@@ -64,5 +64,5 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
         f"soak: {operations} operations in {SECONDS:.0f} s, wrong rows 0, memory {memory[0] >> 20} to "
         f"{memory[-1] >> 20} MiB, descriptors {min(descriptors)} to {max(descriptors)}, threads {threads[-1]}, "
         f"written {figures['written_chunks']:.0f}, hits cold {figures['hits_cold']:.0f}, "
-        f"drops_cold_limit {figures['drops_cold_limit']:.0f}"
+        f"drops: { {name[6:]: int(n) for name, n in figures.items() if name.startswith('drops_') and n} }"
     )

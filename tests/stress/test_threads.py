@@ -76,7 +76,7 @@ def test_eight_threads_on_a_pool_that_always_evicts(tmp_path: Path, damage: bool
         assert figures["demoted"] > 0
         tell(
             f"operations under stress: {sum(counts.values())} {dict(counts)}, wrong rows: 0, "
-            f"drops: { {k: v for k, v in figures.items() if k.startswith('drops_') and v} }"
+            f"drops: { {name[6:]: int(n) for name, n in figures.items() if name.startswith('drops_') and n} }"
         )
 
 
