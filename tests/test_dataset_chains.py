@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.dataset import chains
-from lmcache_hs_backend.dataset.chains import Report, Sample
+from lmcache_hs_backend.dataset.chains import Report, RequestRecord, Sample
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.dataset.forest import Forest
 from lmcache_hs_backend.dataset.index import ChunkIndex
@@ -306,3 +306,23 @@ def test_shares_are_disjoint_and_together_everything(of: int) -> None:
     shares = [chains.share(samples, number, of) for number in range(1, of + 1)]
     assert [sample for share in shares for sample in share] == samples
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"request_id": "a"}',
+        '{"request_id": "a", "prompt_tokens": 1, "num_tokens": 1e999, "prefix": "", "parent_prefix": ""}',
+        '{"request_id": "a", "prompt_tokens": 1, "num_tokens": 2, "prefix": "zz", "parent_prefix": ""}',
+        '{"request_id": "a", "prompt_tokens": -1, "num_tokens": 2, "prefix": "' + "00" * 16 + '", "parent_prefix": ""}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:30] or "empty",
+)
+def test_a_line_that_is_no_request_record_is_one_kind_of_error(line: str) -> None:
+    with pytest.raises(ValueError):
+        RequestRecord.parse(line)

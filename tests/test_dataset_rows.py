@@ -134,11 +134,14 @@ def test_a_layer_that_an_engine_adds_meanwhile_does_no_harm(cold_path: Path) -> 
     assert torch.equal(rows.stacked, stacked_of(IDS))
 
 
-def test_a_hidden_size_that_changes_is_refused(cold_path: Path) -> None:
-    with Writer(cold_path) as writer:
+def test_a_hidden_size_that_changes_is_refused(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with Writer(one) as writer:
         writer.put(IDS[:CHUNK])
+    with Writer(two) as writer:
         writer.put(IDS, make=lambda ids, slot: rows_of(ids, slot, hidden=64))
-    assert rejection(plan_of(cold_path)).reason == "shape"
+    plan = make_plan(Choice(cold_paths=(str(one), str(two))))
+    assert rejection(plan).reason == "shape"
 
 
 def test_a_dtype_that_changes_within_a_layer_is_refused(cold_path: Path) -> None:

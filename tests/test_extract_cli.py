@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+import xxhash
 from dataset_capture import AUX, LAST, VLLM, Writer, ids_of, rows_of, save_norm
 from safetensors.torch import load_file
 from waiting import wait_until
@@ -194,6 +201,65 @@ def test_when_every_row_fails_the_error_says_where_to_look(cold_path: Path, tmp_
     assert "NaN" in (tmp_path / "out" / "rejected.jsonl").read_text()
 
 
+def test_the_manifest_says_what_is_there_and_what_it_was_made_of(stored: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main([str(stored), "--out", str(out), "--format", "speculators", "--min-tokens", "30", "-q"]) == 0
+    manifest = manifest_of(out)
+    for row in manifest["samples"]:
+        data = (out / row["file"]).read_bytes()
+        assert (row["bytes"], row["xxh3"]) == (len(data), xxhash.xxh3_64_hexdigest(data))
+        assert (row["tokens"], row["tokens_trained"]) == (30, 30)
+    assert manifest["model"].startswith("org/tiny")
+    assert manifest["layers"]["slots"] == [*AUX, LAST]
+    assert (manifest["layers"]["convention"], manifest["last_layer"], manifest["dtype"]) == ("vllm", "pre-norm", "bf16")
+    assert manifest["options"]["cold_path"] == [str(stored)]
+    assert manifest["chunks"]["files"] == 2 * len(PROMPTS)
+    assert manifest["rejected"] == {"non_finite": 2}
+
+
+def test_in_a_terminal_a_bar_shows_rows_tokens_speed_and_the_time_left(stored: Path, tmp_path: Path) -> None:
+    terminal, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("4H", 40, 200, 0, 0))
+    command = [*COMMAND, str(stored), "--out", str(tmp_path / "out"), "--format", "modelopt"]
+    process = subprocess.Popen(command, env=environment() | {"TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=side)
+    os.close(side)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal whose other side is closed
+        while more := os.read(terminal, 65536):
+            shown += more
+    os.close(terminal)
+    assert process.wait(60) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert "40/40 rows, 1140 tokens" in text
+    assert re.search(r"\d B/s|\d [kM]B/s", text)
+    assert re.search(r"\d:\d\d:\d\d", text)
+
+
+# -- requests --------------------------------------------------------------------------------------------
+
+
+def test_records_of_the_real_connector_give_each_turn_its_answer_to_train_on(cold_path: Path, tmp_path: Path) -> None:
+    """dataset_requests.json: four turns that a vLLM server with the connector served; the rows here are made up."""
+    served = json.loads((Path(__file__).parent / "dataset_requests.json").read_text())
+    with Writer(cold_path, chunk=64) as writer:
+        writer.put(served["input_ids"])  # the tails of the earlier turns were replaced, as the connector does
+    folder = Path(writer.directory) / "sequences"
+    folder.mkdir()
+    (folder / "requests-000001.jsonl").write_text("\n".join(served["records"]) + "\n")
+    out = tmp_path / "out"
+    options = ["--format", "speculators", "--sequences", "requests", "--loss-mask", "generated", "-q"]
+    assert main([str(cold_path), "--out", str(out), *options]) == 0
+    rows = datasets.load_from_disk(str(out)).with_format(None)
+    assert len(rows) == 4
+    for row, said in zip(rows, served["requests"], strict=True):
+        # The last token was sampled, but no forward has seen it.
+        prompt, answer = said["prompt_tokens"], said["generated_tokens"] - 1
+        assert row["input_ids"] == served["input_ids"][: prompt + answer]
+        assert row["loss_mask"] == [0] * prompt + [1] * answer
+    stored, asked = len(served["input_ids"]), sum(len(row["input_ids"]) for row in rows)
+    assert manifest_of(out)["dedup_factor"] == pytest.approx(asked / stored, abs=1e-3)
+
+
 # -- bad input -------------------------------------------------------------------------------------------
 
 
@@ -241,7 +307,10 @@ class _Usage:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--layers", "2,77", "--last-layer", "8"], "layer 77 was never stored"),
+        (
+            ["--layers", "2,77", "--last-layer", "8"],
+            "layer 77 was never stored; stored are the storage slots 2, 4, 5, 8",
+        ),
         (["--last-layer", "9"], "layer 9 was never stored"),
         (["--sequences", "all"], "must be leaves, requests or dataset:PATH"),
         (["--sequences", "requests"], "no request records"),
@@ -272,7 +341,7 @@ def test_without_a_capture_the_slots_are_taken_as_given_with_a_warning(
     options = ["--format", "speculators", "--layers", "0,24", "--last-layer", "-1", "-q"]
     assert main([str(cold_path), "--out", str(tmp_path / "out"), *options]) == 0
     warnings = capsys.readouterr().err
-    assert "taken as given" in warnings
+    assert "0, 24 and the last layer -1 are taken as given, in that order" in warnings
     assert "taken to be before the final norm" in warnings
     assert manifest_of(tmp_path / "out")["layers"]["vllm_ids"] is None
 
@@ -323,6 +392,17 @@ def test_a_dataset_without_token_ids_is_named_with_what_to_do(
     options = ["--format", "modelopt", "--sequences", f"dataset:{tmp_path / 'data.jsonl'}"]
     assert main([str(stored), "--out", str(tmp_path / "out"), *options]) == 1
     assert "row 0: not a JSON object with input_ids" in capsys.readouterr().err
+
+
+def test_a_dataset_of_another_tokenizer_is_refused_before_the_first_row(
+    stored: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"input_ids": [i + 1 for i in ids]}) for ids in PROMPTS))
+    options = ["--format", "modelopt", "--sequences", f"dataset:{path}"]
+    assert main([str(stored), "--out", str(tmp_path / "out"), *options]) == 1
+    assert "was the dataset tokenised with this model's tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_shards_together_are_the_whole(stored: Path, tmp_path: Path) -> None:

@@ -11,13 +11,19 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import xxhash
 from dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
 from hs_connectors import FileTransfer
 from hs_connectors.transfer import FP8Transfer
 
+from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.cli.extract import main
+from lmcache_hs_backend.dataset.chains import Report, leaves, read_once
+from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.formats.base import HashingFile
 from lmcache_hs_backend.dataset.formats.deepspec import DeepSpec
 from lmcache_hs_backend.dataset.formats.speculators import _ratio
+from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.norm import FinalNorm
 
 PROMPTS = [ids_of(50), ids_of(32) + ids_of(30, seed=1), ids_of(10, seed=2), ids_of(90, seed=3)]
@@ -98,6 +104,14 @@ def test_fp8_is_restored_by_speculators_own_transfer(stored: Path, tmp_path: Pat
     measured = (error / total).sqrt()
     assert bool((measured < 0.04).all())
     assert measured.tolist() == pytest.approx(manifest["fp8_relative_error"], rel=1e-3)
+
+
+def test_the_error_of_fp8_is_printed_by_layer(stored: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert main([str(stored), "--out", str(out), "--format", "speculators", "--dtype", "fp8"]) == 0
+    errors = json.loads((out / "manifest.json").read_text())["fp8_relative_error"]
+    said = ", ".join(f"{slot}: {error:.4f}" for slot, error in zip((*AUX, LAST), errors, strict=True))
+    assert f"relative error of fp8 by layer: {said}" in capsys.readouterr().out
 
 
 def test_a_scale_for_each_layer_keeps_small_layers_accurate(cold_path: Path, tmp_path: Path) -> None:
@@ -234,3 +248,42 @@ def test_formats_without_fp8_or_without_auxiliary_layers_say_so(
     assert main([*options, "--last-layer", str(LAST)]) == 1
     assert "needs auxiliary layers" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# -- how files are written and chunks are read -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[4096, 8192], [4096, 5000], [100, 4096], [4096, 10_001, 4096], [0, 1]])
+def test_writing_past_the_page_cache_gives_the_same_bytes(tmp_path: Path, sizes: list[int]) -> None:
+    pool = BufferPool(1 << 20)
+    parts = []
+    for number, size in enumerate(sizes):
+        view = pool.get(max(size, 1)).bytes()[:size]
+        view[:] = bytes((number + i) % 251 for i in range(size))
+        parts.append(view)
+    for direct in (True, False):
+        with HashingFile(str(tmp_path / f"{direct}"), direct=direct) as file:
+            for part in parts:
+                assert file.write(part) == len(part)
+        expected = b"".join(bytes(part) for part in parts)
+        assert (tmp_path / f"{direct}").read_bytes() == expected
+        assert (file.nbytes, file.checksum) == (len(expected), xxhash.xxh3_64_hexdigest(expected))
+
+
+def test_memory_that_does_not_lie_on_pages_is_written_as_well(tmp_path: Path) -> None:
+    data = memoryview(bytearray(range(256)) * 64)[1:]
+    with HashingFile(str(tmp_path / "file"), direct=True) as file:
+        file.write(data)
+    assert (tmp_path / "file").read_bytes() == bytes(data)
+
+
+def test_only_chunks_that_no_other_sample_needs_are_read_past_the_page_cache(cold_path: Path) -> None:
+    with Writer(cold_path) as writer:
+        for ids in (ids_of(64), ids_of(32) + ids_of(32, seed=1), ids_of(48, seed=2)):
+            writer.put(ids)
+    index = ChunkIndex([str(cold_path)])
+    samples = leaves(Forest(index, (*AUX, LAST)), Report("leaves"))
+    once = read_once(index, samples)
+    starts = sorted(index.chunks[position].start for position in once)
+    assert starts == [0, 16, 32, 32, 32, 48, 48], "all but the two that the first two prompts share"
+    assert read_once(index, [*samples, *samples]) == set()

@@ -19,6 +19,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
+from lmcache_hs_backend.dataset.chains import read_once
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.dataset.export import MANIFEST, Encoder, Extraction, Progress, one_thread_per_row, trial
 from lmcache_hs_backend.dataset.formats import FORMATS
@@ -79,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     rows.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: speculators only (default: bf16)")
     how = parser.add_argument_group("running")
-    how.add_argument("--workers", type=_count, default=min(4, os.cpu_count() or 1), metavar="N", help="threads")
+    how.add_argument(
+        "--workers", type=_count, default=min(4, os.cpu_count() or 1), metavar="N",
+        help="threads, each with one sample in memory (default: the number of CPUs, at most 4)",
+    )  # fmt: skip
     how.add_argument("--resume", action="store_true", help="go on where an earlier run with the same options ended")
     how.add_argument("--dry-run", action="store_true", help="say what would be written, and how long it would take")
     return parser
@@ -146,7 +150,9 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
             if needed > free:
                 shutil.rmtree(journal.directory)
                 raise DatasetError(f"{args.out} needs {bytes_text(needed)}, but its disk has {bytes_text(free)} left")
-            journal.write_plan(head, samples, plan.index)
+            with extraction.writing():
+                journal.write_plan(head, samples, plan.index)
+        norm.reader.reads_once(read_once(plan.index, samples))
         encoder = Encoder(norm.reader, plan.masks, writer, plan.prepared)
         val_from = len(samples) - round(len(samples) * args.val_fraction)
         started = time.monotonic()
@@ -154,7 +160,8 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
         with _bar(total, len(samples), args.quiet) as show:
             done = extraction.run(samples, val_from, encoder, writer, args.workers, show)
         if plan.report.coverage:
-            _write_coverage(plan, extraction.out, journal.temporary)
+            with extraction.writing():
+                _write_coverage(plan, extraction.out, journal.temporary)
         head = extraction.finish(writer, head)
     seconds = max(1e-3, time.monotonic() - started)
     say(

@@ -77,14 +77,14 @@ class RequestRecord(NamedTuple):
     @classmethod
     def parse(cls, line: str) -> RequestRecord:
         """Raises ValueError for a line that is no such record."""
-        record: dict[str, Any] = json.loads(line)
         try:
+            record: dict[str, Any] = json.loads(line)
             prompt, rows = int(record["prompt_tokens"]), int(record["num_tokens"])
             result = cls(
                 str(record["request_id"]), prompt, rows,
                 bytes.fromhex(record["prefix"]), bytes.fromhex(record["parent_prefix"]),
             )  # fmt: skip
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a request record: {error!r}") from None
         if rows < 1 or prompt < 0 or len(result.prefix) != 16 or len(result.parent_prefix) not in (0, 16):
             raise ValueError("not a request record: a length or digest is impossible")
@@ -228,3 +228,16 @@ def bounded(
 def share(found: Sequence[Sample], number: int, of: int) -> list[Sample]:
     """The ``number``-th (from 1) of ``of`` contiguous shares, which differ by at most one sequence."""
     return list(found[len(found) * (number - 1) // of : len(found) * number // of])
+
+
+def read_once(index: ChunkIndex, samples: Sequence[Sample]) -> set[int]:
+    """The chunks that just one of the samples lies in."""
+    uses = [0] * len(index)
+    for sample in samples:
+        if sample.last >= 0:
+            uses[sample.last] += 1
+    for position in range(len(index) - 1, -1, -1):  # children come after their parents
+        parent = index.chunks[position].parent
+        if parent >= 0:
+            uses[parent] += uses[position]
+    return {position for position, count in enumerate(uses) if count == 1}

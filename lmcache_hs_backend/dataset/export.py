@@ -86,7 +86,7 @@ class Extraction:
                 raise DatasetError(f"{out} is not empty; {advice}")
             self.journal = Journal(self.out)
         except OSError as error:
-            raise DatasetError(f"{out} cannot be written: {error.strerror}") from None
+            raise DatasetError(f"{out} cannot be written: {_trouble(error)}") from None
 
     def __enter__(self) -> Extraction:
         return self
@@ -121,10 +121,9 @@ class Extraction:
             while pending:
                 self._publish(*pending.popleft(), samples, val_from, writer, progress, numbers, show)
         except OSError as error:
-            what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
             raise DatasetError(
-                f"{self.out} cannot be written: {what}; {progress.published} of {len(samples)} samples are whole, "
-                f"--resume goes on from there"
+                f"{self.out} cannot be written: {_trouble(error)}; {progress.published} of {len(samples)} samples are "
+                f"whole, --resume goes on from there"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -185,7 +184,7 @@ class Extraction:
         Raises DatasetError when no sample passed its checks, or the output cannot be written.
         """
         rejected = Counter(result.reason for result in self.journal.rejected())
-        try:
+        with self.writing():
             self._write(REJECTED, (json.dumps(result._asdict()) + "\n" for result in self.journal.rejected()))
             splits: Counter[str] = Counter()
             trained = tokens = nbytes = 0
@@ -212,10 +211,18 @@ class Extraction:
                 **writer.finish(self.journal.entries()),
             }
             self._write(MANIFEST, self._manifest(head))
-        except OSError as error:
-            raise DatasetError(f"{self.out} cannot be written: {error.strerror}; --resume goes on from there") from None
         self.journal.remove()
         return head
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """What the system refuses to write is a DatasetError."""
+        try:
+            yield
+        except OSError as error:
+            raise DatasetError(
+                f"{self.out} cannot be written: {_trouble(error)}; --resume goes on from there"
+            ) from None
 
     def _make_durable(self) -> None:
         """Have every published file on disk before there is a manifest that vouches for them.
@@ -250,6 +257,10 @@ class Extraction:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, os.path.join(self.out, name))
+
+
+def _trouble(error: OSError) -> str:
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
 
 
 def _sync(path: str) -> None:

@@ -194,10 +194,10 @@ class RowReader:
         self, file: ChunkFile, prefix: bytes, layout: FileLayout, into: Mapping[int, memoryview], once: bool
     ) -> Header:
         """Raises BadChunk or OSError."""
-        for direct in (True, False) if once else (False,):
+        if once:
             try:
-                return read(self._index.files, file.path, file.name, prefix, layout, into, direct=direct, verify=True)
+                return read(self._index.files, file.path, file.name, prefix, layout, into, direct=True, verify=True)
             except OSError as error:
-                if error.errno != errno.EINVAL or not direct:  # the disk has larger blocks, or no O_DIRECT at all
+                if error.errno != errno.EINVAL:  # the disk has larger blocks, or no O_DIRECT at all
                     raise
-        raise AssertionError("the last attempt returns or raises")
+        return read(self._index.files, file.path, file.name, prefix, layout, into, direct=False, verify=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,35 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
             "kv_connector_module_path": "lmcache_hs_backend.integrations.vllm.connector",
             "kv_connector_extra_config": extra,
         }
+
+
+# -- without an accelerator ------------------------------------------------------------------------------
+
+
+def use_cpu() -> bool:
+    """Let speculators' trainer run where there is no accelerator, for trials and tests; whether that was needed.
+
+    Its trainer (0.9.0, ``train/trainer.py``) has three places that take an accelerator for granted: the model and
+    the batches go to device number ``local_rank``, every phase of a logged step is timed with
+    ``torch.accelerator.synchronize``, and a checkpoint is loaded to ``cuda:0``. Those are replaced, nothing else.
+    """
+    if torch.accelerator.is_available():
+        return False
+    from speculators.train import checkpointer, cli, trainer
+
+    class CpuTrainer(trainer.Trainer):  # type: ignore[misc]
+        def setup_trainer(self) -> None:
+            self.local_rank, self.device_type = torch.device("cpu"), "cpu"
+            super().setup_trainer()
+
+    class CpuStepTimer(trainer._StepTimer):  # type: ignore[misc]
+        def mark(self, name: str) -> None:
+            self.mark_value(name, time.perf_counter())
+
+        def now(self) -> float | None:
+            return time.perf_counter() if self.enabled else None
+
+    cli.Trainer = CpuTrainer
+    trainer._StepTimer = CpuStepTimer
+    checkpointer.get_current_device = lambda: "cpu"
+    return True

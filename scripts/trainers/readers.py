@@ -1,14 +1,19 @@
 """Every extracted sample through the real reader of its trainer, each run in that trainer's own environment.
 
     python readers.py speculators|fp8|specforge|modelopt OUT DATA.jsonl
+    python readers.py deepspec OUT DATA.jsonl SPECFORGE_OUT
 
-DATA.jsonl has the token ids and loss masks that were asked for. Needs nothing of lmcache-hs-backend.
+DATA.jsonl has the token ids and loss masks that were asked for. DeepSpec is not on PyPI: its cache is read as its
+format is described, and must hold the same rows as SpecForge's files. Needs nothing of lmcache-hs-backend.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +94,55 @@ def modelopt(out: Path) -> list[tuple[list[int], list[int]]]:
     return seen
 
 
-def main(kind: str, out: str, data: str) -> None:
-    seen = {"speculators": speculators, "fp8": fp8, "specforge": specforge, "modelopt": modelopt}[kind](Path(out))
+def target_cache(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The samples of a DeepSpec target cache, version 2."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["version"] == 2
+    assert manifest["target_layer_ids"] == sorted(manifest["target_layer_ids"])
+    assert (manifest["hidden_dtype"], manifest["token_dtype"], manifest["mask_dtype"]) == ("bfloat16", "int32", "uint8")
+    assert len(manifest["shards"]) == manifest["num_shards"]
+    shards = {}
+    for shard in manifest["shards"]:
+        with open(folder / shard["file_name"], "rb") as file:
+            shards[shard["shard_id"]] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    record = struct.Struct("<QIIQQQQQ")
+    index = (folder / "samples.idx").read_bytes()
+    assert manifest["index_record_size"] == record.size
+    assert len(index) == record.size * manifest["num_samples"]
+    hidden, layers = manifest["hidden_size"], len(manifest["target_layer_ids"])
+    fields = {
+        "input_ids": (torch.int32, ()), "attention_mask": (torch.uint8, ()), "loss_mask": (torch.uint8, ()),
+        "target_hidden_states": (torch.bfloat16, (layers * hidden,)),
+        "target_last_hidden_states": (torch.bfloat16, (hidden,)),
+    }  # fmt: skip
+    for number, (sample_id, shard_id, tokens, *offsets) in enumerate(record.iter_unpack(index)):
+        assert sample_id == number
+        sample = {}
+        for (name, (dtype, shape)), offset in zip(fields.items(), offsets, strict=True):
+            count = tokens * (shape[0] if shape else 1) * dtype.itemsize
+            data = bytearray(shards[shard_id][offset : offset + count])
+            sample[name] = torch.frombuffer(data, dtype=dtype).view(tokens, *shape)
+        yield sample
+
+
+def deepspec(out: Path, specforge_out: str) -> list[tuple[list[int], list[int]]]:
+    seen = []
+    files = sorted(Path(specforge_out).rglob("*.ckpt"))
+    for sample, path in zip(target_cache(out), files, strict=True):
+        same = torch.load(path, weights_only=True)
+        assert sample["input_ids"].tolist() == same["input_ids"].tolist()
+        assert torch.equal(sample["target_hidden_states"], same["aux_hidden_state"][0])
+        assert torch.equal(sample["target_last_hidden_states"], same["hidden_state"][0])
+        assert bool((sample["attention_mask"] == 1).all())
+        seen.append((sample["input_ids"].tolist(), sample["loss_mask"].tolist()))
+    return seen
+
+
+READERS = {"speculators": speculators, "fp8": fp8, "specforge": specforge, "modelopt": modelopt, "deepspec": deepspec}
+
+
+def main(kind: str, out: str, data: str, *more: str) -> None:
+    seen = READERS[kind](Path(out), *more)
     rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
     assert len(seen) == len(rows), (len(seen), len(rows))
     for (ids, mask), row in zip(seen, rows, strict=True):

@@ -22,8 +22,10 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import xxhash
+from readers import target_cache
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from talk import ANSWER, conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
@@ -31,10 +33,8 @@ from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.namespace import NamespaceId
 
-TEXTS = Path(__file__).parent.parent / "quickstart_texts"
 NAME, CHUNK, SLOTS = "SmolLM2-135M-Instruct", 64, (2, 15, 27, 30)
 CAPTURE = {"source": "transformers", "layer_ids": "vllm", "last_layer": "pre-norm", "num_layers": 30}
-EXCERPT, ANSWER = 900, 32  # characters of text, tokens of an answer
 
 
 def export(out: str) -> None:
@@ -67,16 +67,6 @@ def streams(model: Any, ids: list[int]) -> tuple[dict[int, torch.Tensor], torch.
     for hook in hooks:
         hook.remove()
     return rows, logits
-
-
-def conversations() -> list[list[str]]:
-    """What the user says, turn by turn: a piece of a text with a first question about it, then three more."""
-    result = []
-    for name, questions in json.loads((TEXTS / "questions.json").read_text()).items():
-        text = (TEXTS / name).read_text()
-        for begin in (0, len(text) // 2):
-            result.append([f"{text[begin : begin + EXCERPT]}\n\n{questions[0]}", *questions[1:]])
-    return result
 
 
 @torch.no_grad()
@@ -139,18 +129,23 @@ def capture(model_dir: str, cold: str, data: str) -> None:
 def logits(model_dir: str, *outs: str) -> None:
     """Every last layer gives the model's own logits on the side of the norm that the manifest says, and only there."""
     model, _ = load(model_dir)
-    for out in outs:
-        manifest = json.loads((Path(out) / "manifest.json").read_text())
-        normed = manifest["last_layer"] == "post-norm"
-        right, wrong, count = 0.0, 0.0, 0
-        for ids, last in samples(Path(out), manifest):
-            expected = streams(model, ids)[1].float()
-            other = last if not normed else model.model.norm(last)
-            given = last if normed else model.model.norm(last)
-            scale = expected.square().mean().sqrt()
-            right = max(right, float((model.lm_head(given).float() - expected).square().mean().sqrt() / scale))
-            wrong = max(wrong, float((model.lm_head(other).float() - expected).square().mean().sqrt() / scale))
-            count += 1
+    manifests = [json.loads((Path(out) / "manifest.json").read_text()) for out in outs]
+    errors = [[0.0, 0.0] for _ in outs]
+    count = 0
+    for same in zip(
+        *(samples(Path(out), manifest) for out, manifest in zip(outs, manifests, strict=True)), strict=True
+    ):
+        ids = same[0][0]
+        expected = streams(model, ids)[1].float()
+        scale = expected.square().mean().sqrt()
+        count += 1
+        for (own, last), manifest, error in zip(same, manifests, errors, strict=True):
+            assert own == ids, "the folders have the same samples in the same order"
+            right = model.lm_head(last if manifest["last_layer"] == "post-norm" else model.model.norm(last))
+            wrong = model.lm_head(last if manifest["last_layer"] == "pre-norm" else model.model.norm(last))
+            for side, given in enumerate((right, wrong)):
+                error[side] = max(error[side], float((given.float() - expected).square().mean().sqrt() / scale))
+    for out, manifest, (right, wrong) in zip(outs, manifests, errors, strict=True):
         print(f"{out}: {count} samples, {manifest['last_layer']}; relative error of the logits at most {right:.4f}, "
               f"with the other convention {wrong:.2f}")  # fmt: skip
         assert count == manifest["samples_published"]
@@ -159,6 +154,10 @@ def logits(model_dir: str, *outs: str) -> None:
 
 def samples(out: Path, manifest: dict[str, Any]) -> Any:
     """Token ids and last layer of every sample, as the format has them."""
+    if manifest["trainer_format"] == "deepspec":
+        for sample in target_cache(out):
+            yield sample["input_ids"].tolist(), sample["target_last_hidden_states"]
+        return
     for row in manifest["samples"]:
         if manifest["trainer_format"] == "speculators":
             tensors = load_file(out / row["file"])

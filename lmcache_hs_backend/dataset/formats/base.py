@@ -7,14 +7,17 @@ appears under its final name only when it is whole: encoding goes to a temporary
 from __future__ import annotations
 
 import abc
+import errno
+import fcntl
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import xxhash
 
+from lmcache_hs_backend.arena import ALIGN
 from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.rows import Rows
@@ -120,10 +123,22 @@ class Format(abc.ABC):
 
 
 class HashingFile:
-    """A new file whose bytes are counted and digested as they are written."""
+    """A new file whose bytes are counted and digested as they are written.
 
-    def __init__(self, path: str) -> None:
-        self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
+    ``direct``: past the page cache, as far as memory, lengths and the disk allow; a copy less, and the disk is never
+    behind. What does not lie on pages is written as ever.
+    """
+
+    def __init__(self, path: str, *, direct: bool = False) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._direct = direct
+        try:
+            self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            self._direct = False  # a filesystem without O_DIRECT, which may have made the file all the same
+            self._fd = os.open(path, flags & ~os.O_EXCL | os.O_TRUNC, 0o666)
         self._digest = xxhash.xxh3_64()
         self.nbytes = 0
         self.error: OSError | None = None  # what the system said, for callers that only see that writing failed
@@ -133,21 +148,34 @@ class HashingFile:
 
     def __exit__(self, *_: object) -> None:
         # Nobody reads the file soon, and the disk can start on it now; on Linux this waits for nothing.
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._file.close()
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(self._fd)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         done = 0
         try:
             while done < len(view):  # the kernel may take less at a time
-                done += self._file.write(view[done:])
+                done += self._write_some(view[done:])
         except OSError as error:
             self.error = error
             raise
         self._digest.update(view)
         self.nbytes += len(view)
         return len(view)
+
+    def _write_some(self, view: memoryview) -> int:
+        pages = len(view) // ALIGN * ALIGN
+        if self._direct and pages:
+            try:
+                return os.write(self._fd, view[:pages])
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        if self._direct:
+            self._direct = False
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return os.write(self._fd, view)
 
     def flush(self) -> None:
         """Nothing is held back."""

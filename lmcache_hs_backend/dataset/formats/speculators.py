@@ -8,9 +8,12 @@ its fp8 backend multiplies back; a scale per layer, because the last one is ofte
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import mmap
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
+from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.formats.base import Encoded, Entry, Format, HashingFile, Job, bytes_of, save_torch
 from lmcache_hs_backend.dataset.masks import from_spans
@@ -38,15 +42,15 @@ class Speculators(Format):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        try:
-            import datasets  # noqa: F401
-        except ImportError:
-            raise needs_extra("datasets", "--format speculators") from None
+        if importlib.util.find_spec("datasets") is None:
+            raise needs_extra("datasets", "--format speculators")
+        # Importing it takes a second, and is wanted at the end: the disk has the time meanwhile.
+        threading.Thread(target=importlib.import_module, args=("datasets",)).start()
 
     def nbytes(self, tokens: int) -> int:
         width = len(self.job.layers.slots)
         per_token = width * (self.job.hidden_size + 4 if self.job.dtype == "fp8" else self.job.hidden_size * 2)
-        return tokens * (per_token + 8 + 20)  # and the ids and masks of the Arrow table
+        return tokens * (per_token + 8 + 20) + ALIGN  # and the ids and masks of the Arrow table
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
         assert rows.stacked is not None
@@ -58,10 +62,9 @@ class Speculators(Format):
             facts["fp8"] = _errors(rows.stacked, quantised, scales)
         else:
             tensors["hidden_states"] = rows.stacked
-        with HashingFile(temporary) as file:
+        with HashingFile(temporary, direct=True) as file:
             file.write(_head(tensors))
-            for tensor in tensors.values():
-                file.write(bytes_of(tensor))
+            file.write(bytes_of(tensors["hidden_states"]))
         return Encoded(file.nbytes, file.checksum, temporary, facts=facts)
 
     def publish(self, encoded: Encoded, split: str, number: int) -> str:
@@ -141,16 +144,20 @@ def _ratio(train: int, total: int) -> float:
     return ratio
 
 
-def _head(tensors: dict[str, torch.Tensor]) -> bytes:
-    """The header of a safetensors file with these tensors in this order."""
+def _head(tensors: dict[str, torch.Tensor]) -> memoryview:
+    """What stands before the last of these tensors in a safetensors file: whole pages, for direct writing."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
         table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text
+    small = b"".join(bytes_of(tensor) for tensor in list(tensors.values())[:-1])
+    total = align(8 + len(text) + len(small))
+    text = text.ljust(total - 8 - len(small))  # the format allows spaces there
+    head = memoryview(mmap.mmap(-1, total))
+    head[:] = len(text).to_bytes(8, "little") + text + small
+    return head
 
 
 # -- fp8 -------------------------------------------------------------------------------------------------
