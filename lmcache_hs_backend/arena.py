@@ -61,7 +61,8 @@ class Arena:
             raise ValueError(f"a hot tier of {capacity} bytes cannot hold one page of {ALIGN} bytes")
         self._map: mmap.mmap | None = _mapping(self.capacity)
         self._view = memoryview(self._map)
-        self._base = torch.frombuffer(self._map, dtype=torch.uint8)
+        with torch.inference_mode(False):  # a store that is opened, or first used, within it shall not be bound to it
+            self._base = torch.frombuffer(self._map, dtype=torch.uint8)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.free_bytes = self.capacity
         self.pinned = False
@@ -167,7 +168,8 @@ class Arena:
     def _typed_base(self, dtype: torch.dtype) -> torch.Tensor:
         typed = self._typed.get(dtype)
         if typed is None:
-            typed = self._typed[dtype] = self._base.view(dtype)
+            with torch.inference_mode(False):
+                typed = self._typed[dtype] = self._base.view(dtype)
         return typed
 
 

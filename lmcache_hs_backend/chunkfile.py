@@ -9,6 +9,7 @@ matching prefix digest, matching checksums. A file that fails is a ``BadChunk``;
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -326,7 +327,8 @@ def write(
         finally:
             files.close(fd)
     except BaseException:
-        files.unlink(path)
+        with contextlib.suppress(OSError):  # what counts is what went wrong before
+            files.unlink(path)
         raise
     return path, layout
 

@@ -74,6 +74,7 @@ class TieredStore:
         self.metrics = Metrics(labels)
         try:
             self._pair = TierPair(config, capacity, ask, self.metrics)
+            self._background = self._start_background()
         except (ValueError, OverflowError, OSError) as error:
             raise ConfigError(
                 f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"
@@ -82,7 +83,6 @@ class TieredStore:
             raise ConfigError(
                 f"{setting('io_threads')} is {config.io_threads}, but the system starts no more threads: {error}"
             ) from None
-        self._background = Background()
         self._executor = Executor(self._pair.mover)
         self._closing = threading.Lock()  # held by the one call of close() that does the work
         self._closed = False
@@ -213,7 +213,21 @@ class TieredStore:
     def __len__(self) -> int:
         return 0 if self._closed else len(self._pair.index.entries)
 
-    # -- dropping --------------------------------------------------------------------------------------
+    # -- moving and dropping --------------------------------------------------------------------------------------
+
+    def demote(self, names: Iterable[bytes]) -> int:
+        """Take chunks that are on disk, and that nobody is using, out of RAM. How many there were.
+
+        For a writer that reads nothing back, and would fill RAM with rows that nobody asks for.
+        """
+        pair, demoted = self._pair, 0
+        with pair.lock:
+            for name in names:
+                entry = pair.index.clean.get(name)
+                if entry is not None and not entry.dirty:
+                    pair.hot.evict(entry)
+                    demoted += 1
+        return demoted
 
     def kv_gone(self, names: Iterable[bytes]) -> int:
         """The KV of these chunks has been deleted: they leave both tiers. How many were here."""
@@ -303,9 +317,11 @@ class TieredStore:
         with pair.lock:
             self._cleaner.flushing += 1
             pair.mover.wake()
-            while pair.index.aging and pair.cold.writable and time.monotonic() < deadline:
-                pair.room.wait(min(0.1, max(0.0, deadline - time.monotonic())))
-            self._cleaner.flushing -= 1
+            try:
+                while pair.index.aging and pair.cold.writable and time.monotonic() < deadline:
+                    pair.room.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+            finally:
+                self._cleaner.flushing -= 1
             return pair.index.dirty_chunks
 
     def close(self) -> None:
@@ -352,6 +368,13 @@ class TieredStore:
     def wait_recovered(self, timeout: float) -> bool:
         """Wait until what was on disk at start is known, headers included. For tools and tests."""
         return self._recovered.wait(timeout)
+
+    def _start_background(self) -> Background:
+        try:
+            return Background()
+        except BaseException:
+            self._pair.mover.stop()
+            raise
 
     def _open_namespace(self, ident: NamespaceId, setting: Callable[[str], str]) -> Namespace:
         opening = Namespace.open(
@@ -408,7 +431,9 @@ class TieredStore:
     def _tick(self) -> None:
         """A few times a second: the disk's health, and a look at the next few chunks in turn."""
         pair = self._pair
-        pair.cold.health.check(pair.mover.stuck(self.config.read_timeout_sec))
+        with pair.lock:
+            stuck = pair.mover.stuck(self.config.read_timeout_sec)
+        pair.cold.health.check(stuck)
         now = time.monotonic()
         with pair.lock:
             if not pair.cold.writable:

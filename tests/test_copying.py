@@ -1,13 +1,15 @@
-"""I/O threads copy alone, and nobody else's torch threads are touched."""
+"""Who copies: I/O threads alone, a crew together, and nobody else's torch threads are touched."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
-from lmcache_hs_backend.tiers.serial import copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
+from lmcache_hs_backend.tiers.mover import Mover
 
 
 def on_a_thread(call):
@@ -46,3 +48,49 @@ def test_rows_are_copied_whole_and_converted(shape, source_dtype, target_dtype, 
 
     assert on_a_thread(copy)
     assert torch.equal(target, source.to(target_dtype))
+
+
+SHAPES = [[(1, 1)], [(256, 4096)] * 3, [(3000, 4096)], [(16, 64)] * 50, [(7, 5), (5000, 600), (1, 1)]]
+
+
+@pytest.fixture
+def mover():
+    lock = threading.Lock()
+    mover = Mover(lock, 3, lambda: pytest.fail("an I/O thread has crashed"), work_alone)
+    yield mover
+    mover.stop()
+    assert mover.join(time.monotonic() + 10)
+
+
+@pytest.mark.parametrize("reading", [True, False])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_a_crew_copies_every_row_once_whatever_its_pieces_are(mover, shapes, reading):
+    sources = [torch.randn(shape).bfloat16() for shape in shapes]
+    targets = [torch.full(shape, float("nan")) for shape in shapes]
+    threads = torch.get_num_threads()
+    for _ in range(5):
+        Crew(mover, 3).copy(list(zip(targets, sources, strict=True)), reading=reading)
+    assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
+    assert torch.get_num_threads() == threads, "the caller's threads are its own again"
+
+
+def test_a_copy_that_fails_is_the_callers_error_and_nobody_works_on_behind_its_back(mover):
+    good = [(torch.zeros(256, 4096), torch.ones(256, 4096)) for _ in range(6)]
+    bad = (torch.zeros(256, 4096), torch.ones(255, 4096))
+    with pytest.raises(RuntimeError):
+        Crew(mover, 3).copy([*good[:2], bad, *good[2:]])
+    before = [target.clone() for target, _ in good]
+    Crew(mover, 3).copy(good)  # whoever was still at work would have to end first
+    assert all(torch.equal(target, source) for target, source in good)
+    assert all(bool((old == old.flatten()[0]).all()) for old in before), "no piece was left in the middle"
+
+
+def test_a_crew_whose_threads_are_all_busy_copies_without_them(mover):
+    gate = threading.Event()
+    calls = [mover.call(lambda: gate.wait(20)) for _ in range(3)]
+    source, target = torch.randn(4096, 4096), torch.zeros(4096, 4096)
+    Crew(mover, 3).copy([(target, source)])
+    assert torch.equal(target, source)
+    assert not mover._others, "nothing is left behind for threads that are busy"
+    gate.set()
+    assert all(call.result(10) for call in calls)

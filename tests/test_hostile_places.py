@@ -393,6 +393,64 @@ def test_a_record_that_describes_another_model_is_written_again(tmp_path: Path) 
         assert record.read_text() == right
 
 
+# -- deleting, and coming back ----------------------------------------------------------------------------------
+
+
+def test_a_deletion_that_is_tried_again_spares_the_file_that_came_back_meanwhile(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, files=disk) as store:
+        p, _ = on_disk(store, 2)
+        pair = store._pair
+        with pair.lock:  # the deletion waits behind this, and the new chunk's write behind the deletion
+            for name in p.names:
+                pair.mover.claim(name)
+        assert store.drop(p.names) == 2
+        after = rows(2 * CHUNK, seed=9)
+        assert store.store(p.refs, p.bytes, {0: after}) == 2
+        disk.errors["unlink"] = errno.EBUSY
+        with pair.lock:
+            for name in p.names:
+                pair.mover.release(name)
+        wait_until(lambda: store.stats()["errors_unlink"] == 2)
+        assert store.flush(10) == 0
+        disk.errors.clear()
+        with pair.lock:
+            pair.delete_again()
+        wait_until(lambda: not pair.cold._undeleted and not pair.mover._busy)
+        assert len(chunk_files(tmp_path)) == 2
+        check_balance(store)
+        with pair.lock:
+            while pair.hot._evict_one():
+                pass
+        assert torch.equal(store.retrieve(p.refs, [0])[0], after.float())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user that may not look")
+def test_a_folder_whose_files_may_not_be_looked_at_is_passed_over_and_the_rest_is_found() -> None:
+    program("""
+import os, tempfile
+from pathlib import Path
+folder = tempfile.mkdtemp()
+os.chmod(folder, 0o777)
+os.setgid(54321)
+os.setuid(54321)
+with opened(folder) as store:
+    for _ in range(4):
+        p, x = prompt(2), rows(2 * CHUNK)
+        store.store(p.refs, p.bytes, {0: x})
+    first = Path(store._pair.cold.path(p.names[0]))
+os.chmod(first.parent, 0o400)
+try:
+    with opened(folder) as store:
+        assert len(store) == 8
+        files = [path for path in Path(folder).glob("*/??/*.safetensors") if path.parent != first.parent]
+        assert store.stats()["cold_bytes"] >= sum(path.stat().st_size for path in files)
+finally:
+    os.chmod(first.parent, 0o700)
+""")
+
+
 # -- what the system refuses ----------------------------------------------------------------------------------
 
 
@@ -410,6 +468,7 @@ with tempfile.TemporaryDirectory() as folder, opened(folder, chunks=64) as store
     assert store.stats()["misses_memory"] == 1
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+    assert store.stats()["errors_internal"] == 0
     check_balance(store)
 """)
 

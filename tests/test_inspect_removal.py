@@ -56,6 +56,12 @@ class TestRm:
         assert len(inspect_json("rm", cold, "--all", "--dry-run")["would_delete"]) == 3
         assert chunk_files(cold) == set(files)
 
+    @pytest.mark.parametrize("option", ["--model", "--namespace", "--since", "--before", "--prefix-of"])
+    def test_an_empty_value_is_an_error_and_never_means_everything(self, cold: Path, option: str) -> None:
+        files = add_prompt(namespace(cold), tokens_of(CHUNK)).files
+        assert f"{option} is empty" in fails("rm", cold, option, "", "--yes")
+        assert chunk_files(cold) == set(files)
+
     def test_without_a_choice_or_an_answer_nothing_happens(self, cold: Path) -> None:
         add_prompt(namespace(cold), tokens_of(CHUNK))
         assert "say which chunks" in fails("rm", cold)

@@ -105,5 +105,34 @@ def test_nothing_is_written_before_the_sizes_are_known(between: Between, left) -
     check_balance(between.store)
 
 
+def test_what_was_cleared_before_it_was_found_does_not_come_back_with_what_is_stored_then(
+    tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    scan: Callable[..., object] = Recovery._scan_top
+
+    def scan_later(recovery: Recovery) -> object:
+        assert gate.wait(20)
+        return scan(recovery)
+
+    monkeypatch.setattr(Recovery, "_scan_top", scan_later)
+    p = left[0][0]
+    store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
+    try:
+        store.clear()
+        after = rows(64, seed=77)
+        assert store.store(p.refs, p.bytes, {1: after}) == 2
+        gate.set()
+        assert store.wait_recovered(20)
+        assert store.flush(10) == 0
+        assert store.retrieve(p.refs, [0]) == {}, "rows from before the clear"
+        assert torch.equal(store.retrieve(p.refs, [1])[1], after.float())
+        wait_until(lambda: len(chunk_files_of(store)) == 2 and not store._pair.mover._busy)
+        check_balance(store)
+    finally:
+        gate.set()
+        store.close()
+
+
 def chunk_files_of(store: TieredStore) -> list[Path]:
     return chunk_files(Path(store.directory).parent)

@@ -82,6 +82,39 @@ def test_a_prompt_of_twelve_chunks_passes_whole_through_a_pool_of_eight(tmp_path
         assert hot[:4] == [True] * 4, "the prefix stays in RAM, the suffix streams through the last slots"
 
 
+@pytest.mark.parametrize("cold", [False, True], ids=["hot", "cold"])
+@pytest.mark.parametrize("first", [True, False], ids=["first within inference mode", "first outside"])
+def test_inference_mode_binds_neither_the_store_nor_its_results(tmp_path: Path, first: bool, cold: bool) -> None:
+    # Engines run in it; a tensor that is made in it can be written in it alone, and I/O threads are outside.
+    with opened(tmp_path, chunks=64) as store:
+        for inside in (first, not first, first):
+            p, x = prompt(20), rows(20 * CHUNK, seed=int(inside))
+            with torch.inference_mode(inside):
+                assert store.store(p.refs, p.bytes, {0: x}) == 20
+            if cold:
+                demote_all(store)
+            for reading_inside in (inside, not inside):
+                with torch.inference_mode(reading_inside):
+                    out = store.retrieve(p.refs, [0])[0]
+                    assert torch.equal(out, x.float())
+                    assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
+                if cold:
+                    demote_all(store)
+        assert store.stats()["errors_internal"] == 0
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_what_is_on_disk_leaves_ram_when_it_is_told_to(tmp_path: Path, clean: bool) -> None:
+    with opened(tmp_path, write_back_sec=FOREVER, clean_fraction=0) as store:
+        p, x = prompt(4), rows(4 * CHUNK)
+        store.store(p.refs, p.bytes, {0: x})
+        if clean:
+            store.flush(10)
+        assert store.demote(p.names[:3]) == (3 if clean else 0)
+        assert store.stats()["hot_chunks"] == (1 if clean else 4)
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+
+
 def test_the_suffix_of_a_prompt_leaves_ram_before_its_prefix(store: TieredStore) -> None:
     p, x = prompt(8), rows(8 * CHUNK)
     store.store(p.refs, p.bytes, {0: x})

@@ -276,25 +276,28 @@ def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
 
 def choose(where: Where, args: argparse.Namespace) -> tuple[Chunks, Test]:
     """What the options choose: the chunks to look at, and the test they must pass. Raises CommandError."""
+    for option in ("model", "namespace", "since", "before", "prefix_of"):
+        if getattr(args, option) == "":  # an unset variable in a script; to take it for "all" would be fatal for rm
+            raise CommandError(f"--{option.replace('_', '-')} is empty")
     namespaces = where.cold_path.namespaces
-    if args.namespace:
+    if args.namespace is not None:
         namespaces = [n for n in namespaces if n.label.startswith(args.namespace)]
         if not namespaces:
             raise CommandError(f"--namespace {args.namespace}: there is none that begins so")
     states = (args.state,) if args.state else STATES
     tests: list[Test] = []
-    if args.model:
+    if args.model is not None:
         tests.append(_by_model(args.model))
-    if args.layer:
+    if args.layer is not None:
         wanted = set(args.layer)
         tests.append(lambda chunk: wanted <= {layer.layer_idx for layer in chunk.head.layers})
-    if args.since:
+    if args.since is not None:
         since = moment("--since", args.since)
         tests.append(lambda chunk: chunk.file.mtime_ns >= since)
-    if args.before:
+    if args.before is not None:
         before = moment("--before", args.before)
         tests.append(lambda chunk: chunk.file.mtime_ns < before)
-    if args.min_tokens:
+    if args.min_tokens is not None:
         least = args.min_tokens
         tests.append(lambda chunk: chunk.head.num_tokens >= least)
     if args.prefix_of is not None:

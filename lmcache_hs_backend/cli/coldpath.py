@@ -42,7 +42,7 @@ _PAGE = 4096
 _CHUNK_FILE = re.compile(r"([0-9a-f]{32})\.safetensors")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _SUBDIRECTORY = re.compile(r"p[1-9][0-9]{0,3}")
-_TEMPORARY = re.compile(r"(?=\.).*\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
+_TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9]+\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
 _LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -234,7 +234,8 @@ class ColdTier:
         except OSError as error:  # only the order of a later eviction depends on it
             logger.debug("the last use of %s is not saved: %s", entry.name.hex(), error)
             return
-        entry.saved_ns = used_ns
+        with self._lock:
+            entry.saved_ns = used_ns
 
     # -- out of the way --------------------------------------------------------------------------------
 

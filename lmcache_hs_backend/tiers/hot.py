@@ -14,6 +14,7 @@ import torch
 
 from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.chunk import LayerSpec
+from lmcache_hs_backend.tiers.copying import Crew
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, slot_bytes
 
 #: Rows of one layer of one chunk on their way between a tensor and a slot: the first row in the tensor, how many, and
@@ -24,11 +25,12 @@ Move = tuple[int, int, Slot]
 class HotTier:
     """Slots for chunks, within a fixed number of bytes."""
 
-    def __init__(self, capacity: int, index: Index, on_evict: Callable[[Entry], None]) -> None:
-        """``on_evict`` is told, under the lock, of every chunk that has left to make room."""
+    def __init__(self, capacity: int, index: Index, on_evict: Callable[[Entry], None], crew: Crew) -> None:
+        """``on_evict`` is told, under the lock, of every chunk that has left to make room; ``crew`` copies."""
         self.arena = Arena(capacity)
         self._index = index
         self._on_evict = on_evict
+        self._crew = crew
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -77,10 +79,14 @@ class HotTier:
         entry = self._index.oldest(self._index.clean.values())
         if entry is None:
             return False
+        self.evict(entry)
+        return True
+
+    def evict(self, entry: Entry) -> None:
+        """A clean chunk leaves."""
         self.vacate(entry)
         self._index.settle(entry)
         self._on_evict(entry)
-        return True
 
     def _place(self, chunks: Sequence[tuple[int, Sequence[LayerSpec]]]) -> list[dict[int, Slot]]:
         """Slots layer by layer, so that the same layer of neighbouring chunks lies side by side."""
@@ -115,18 +121,18 @@ class HotTier:
                     slot.copy_(source, non_blocking=True)
             rows.record_stream(stream)
         else:
-            for source, slot in self._runs(rows, moves):
-                slot.copy_(source)
+            self._crew.copy([(slot, source) for source, slot in self._runs(rows, moves)])
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until the copies from a GPU have arrived."""
         if device.type == "cuda":
             self._stream(device).synchronize()
 
-    def copy_out(self, rows: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Copy leased slots of one layer into rows, converting to the dtype of ``rows``."""
-        for target, slot in self._runs(rows, moves):
-            target.copy_(slot)
+    def copy_out(self, parts: Iterable[tuple[torch.Tensor, Iterable[Move]]], *, reading: bool = False) -> None:
+        """Copy leased slots into rows, layer by layer, converting to the dtype of the rows. ``reading``: see Crew."""
+        pairs = [pair for rows, moves in parts for pair in self._runs(rows, moves)]
+        if pairs:
+            self._crew.copy(pairs, reading=reading)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:  # two first stores may both make one; all use the same in the end

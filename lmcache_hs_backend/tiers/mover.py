@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -77,14 +77,19 @@ class Mover:
         self._busy: dict[bytes, deque[FileOp]] = {}
         self._claims: dict[bytes, float] = {}  # names that were taken, and since when
         self._running: dict[int, tuple[FileOp, float]] = {}
+        self._idle = 0  # threads that wait for something to do
         self._stopping = False
         self._reads_in_a_row = 0
         self._threads = [
             threading.Thread(target=self._loop, args=(number,), name=f"hs-io-{number}", daemon=True)
             for number in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.stop()
+            raise
 
     # -- under the store's lock ------------------------------------------------------------------------
 
@@ -135,6 +140,12 @@ class Mover:
         self._work.notify()
 
     # -- without it ------------------------------------------------------------------------------------
+
+    def enlist(self, ops: Sequence[FileOp]) -> None:
+        """Have threads that are idle at this moment do these; when there are fewer of them, the rest is not done."""
+        with self._lock:
+            for op in ops[: max(0, self._idle - len(self._reads) - len(self._others))]:
+                self._enqueue(op)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run a function on an I/O thread."""
@@ -193,7 +204,9 @@ class Mover:
                 continue
             if self._stopping:
                 return None
+            self._idle += 1
             self._work.wait(write)
+            self._idle -= 1
 
 
 class Executor(concurrent.futures.Executor):

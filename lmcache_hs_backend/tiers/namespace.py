@@ -20,7 +20,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -171,21 +171,27 @@ class FoundFile(NamedTuple):
     name: bytes
 
 
-@contextlib.contextmanager
-def _listed(directory: str) -> Iterator[Iterable[os.DirEntry[str]]]:
+def _listed(directory: str) -> Iterator[os.DirEntry[str]]:
     """The entries of a directory; none of one that is not there, or that cannot be listed, which the log says."""
     try:
         if os.path.islink(directory):
             raise NotADirectoryError("a symbolic link may lead anywhere")
-        entries = os.scandir(directory)
+        with os.scandir(directory) as entries:
+            yield from entries
     except FileNotFoundError:
-        yield ()
+        return
     except OSError as error:
         logger.warning("%s is passed over: %s", directory, error)
-        yield ()
-    else:
-        with entries:
-            yield entries
+
+
+def _found(entry: os.DirEntry[str], name: bytes = b"") -> FoundFile | None:
+    """What a file counts for; None for one that vanishes meanwhile, or that may not be looked at."""
+    try:
+        info = entry.stat(follow_symlinks=False)
+    except OSError as error:
+        logger.debug("%s is passed over: %s", entry.path, error)
+        return None
+    return FoundFile(entry.path, info.st_size, info.st_mtime_ns, name)
 
 
 def scan_chunks(directory: str) -> Iterator[FoundFile]:
@@ -200,40 +206,34 @@ def scan_chunks(directory: str) -> Iterator[FoundFile]:
 
 def fan_out_folders(directory: str) -> list[str]:
     """The fan-out directories of a namespace (or archive) directory."""
-    with _listed(directory) as entries:
-        return sorted(e.path for e in entries if _FAN_OUT.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+    found = []
+    for entry in _listed(directory):
+        with contextlib.suppress(OSError):  # some filesystems have to look at it to say what it is
+            if _FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                found.append(entry.path)
+    return sorted(found)
 
 
 def chunk_names(folder: str) -> list[bytes]:
     """The chunks in one fan-out directory, by name alone: that costs no look at the files themselves."""
     first = os.path.basename(folder)
-    with _listed(folder) as entries:
-        matches = [_CHUNK_FILE.fullmatch(entry.name) for entry in entries if entry.name.startswith(first)]
+    matches = [_CHUNK_FILE.fullmatch(entry.name) for entry in _listed(folder) if entry.name.startswith(first)]
     return [bytes.fromhex(match[1]) for match in matches if match is not None]
 
 
 def scan_folder(folder: str) -> Iterator[FoundFile]:
     """One fan-out directory; see scan_chunks. A folder or file that vanishes meanwhile is passed over."""
     first = os.path.basename(folder)
-    with _listed(folder) as entries:
-        for entry in entries:
-            match = _CHUNK_FILE.fullmatch(entry.name)
-            name = bytes.fromhex(match[1]) if match is not None and entry.name.startswith(first) else b""
-            if name or is_temporary(entry.name):
-                try:
-                    info = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                yield FoundFile(entry.path, info.st_size, info.st_mtime_ns, name)
+    for entry in _listed(folder):
+        match = _CHUNK_FILE.fullmatch(entry.name)
+        name = bytes.fromhex(match[1]) if match is not None and entry.name.startswith(first) else b""
+        if (name or is_temporary(entry.name)) and (file := _found(entry, name)) is not None:
+            yield file
 
 
 def scan_flat(directory: str) -> Iterator[FoundFile]:
     """Every file directly in a directory (quarantine), nameless."""
-    with _listed(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                yield FoundFile(entry.path, info.st_size, info.st_mtime_ns, b"")
+    return filter(None, map(_found, _listed(directory)))
 
 
 class NotOurs(OSError):
@@ -277,6 +277,8 @@ class NamespaceLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    __del__ = close  # one that is taken after its taker has lost patience belongs to nobody
 
 
 # A forked child shares the lock's open file; it must not keep the lock after its parent is gone.

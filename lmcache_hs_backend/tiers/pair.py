@@ -29,12 +29,12 @@ from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.cold import ColdTier
+from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
 from lmcache_hs_backend.tiers.hot import HotTier
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
 from lmcache_hs_backend.tiers.namespace import Namespace
 from lmcache_hs_backend.tiers.rate import RateMeter
-from lmcache_hs_backend.tiers.serial import copy_alone, work_alone
 from lmcache_hs_backend.tiers.space import NoRoom
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class TierPair:
         self.lock = threading.Lock()
         self.room = threading.Condition(self.lock)  # a chunk became clean, or the disk changed its mind
         self.index = Index()
-        self.hot = HotTier(capacity, self.index, self._evicted)
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.mover = Mover(self.lock, config.io_threads, lambda: metrics.add("errors_internal"), work_alone)
+        self.hot = HotTier(capacity, self.index, self._evicted, Crew(self.mover, config.io_threads))
         self.rate = RateMeter()
         self.cleared = False  # everything was dropped before the scan had found what is on disk
         self.write_again_at = 0.0  # no write is started before (monotonic): the last one found no room
@@ -369,7 +369,11 @@ class Read(FileOp):
             if slots:
                 into[layer_idx] = pair.hot.arena.bytes_at(slots[layer_idx].offset, nbytes)
             else:
-                buffer = pair.pool.get(nbytes)
+                try:
+                    buffer = pair.pool.get(nbytes)
+                except (OSError, MemoryError) as error:
+                    logger.warning("no memory to read %d bytes into: %s", nbytes, error)
+                    return "memory"
                 scratch[layer_idx] = buffer.rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
                 into[layer_idx] = buffer.bytes()
         header = None
@@ -440,14 +444,16 @@ class Write(FileOp):
             if not self._drop_orphan():
                 written = self._write()
         except NoRoom as no_room:
-            if no_room.for_ever:
-                entry.refused = "too_large"
-            else:
-                pair.write_again_at = time.monotonic() + _NO_ROOM_SEC
+            with pair.lock:
+                if no_room.for_ever:
+                    entry.refused = "too_large"
+                else:
+                    pair.write_again_at = time.monotonic() + _NO_ROOM_SEC
         except OSError as error:  # counted, and the tier is offline
             logger.debug("chunk %s stays dirty: %s", entry.name.hex(), error)
         except Exception:
-            entry.refused = "unwritable"  # a bug; trying the same again and again would not mend it
+            with pair.lock:
+                entry.refused = "unwritable"  # a bug; trying the same again and again would not mend it
             raise
         finally:
             with pair.lock:
@@ -499,7 +505,8 @@ class Delete(FileOp):
     def run(self) -> None:
         pair, entry = self._pair, self._entry
         if not self._archive:
-            pair.cold.unlink(entry)
+            if not self._is_late():
+                pair.cold.unlink(entry)
         elif not self._dirty:
             pair.cold.archive(entry)
         else:
@@ -512,6 +519,18 @@ class Delete(FileOp):
                 with pair.lock:
                     pair.release(entry)
                 pair.cold.unlink(entry)
+
+    def _is_late(self) -> bool:
+        """Whether the file of that name is a newer one: a first attempt has failed, and the chunk came back."""
+        pair, entry = self._pair, self._entry
+        with pair.lock:
+            owner = pair.index.get(entry.name)
+            if owner is None or owner.filed is None:
+                return False
+            if owner is not entry:
+                pair.cold.space.usage.own -= entry.file_bytes
+                entry.file_bytes = 0
+            return True
 
     def _write_to_archive(self) -> None:
         pair, entry = self._pair, self._entry

@@ -1,9 +1,8 @@
 """What lies on disk at start: the files are the only truth, and this is where they become an index.
 
-Names and sizes are scanned first, so that the limit holds from the beginning; headers are read behind, in
-batches on the I/O threads. (One header costs 12 µs in a batch, and three hops of 250 µs through aiofiles:
-at 100,000 files that is a second against half a minute.) Everything recovered is UNCONFIRMED: it is not
-served before its KV is seen, and not deleted because the KV is absent.
+Names are listed first, so that chunks can be served; sizes next, before any write may start, so that the limit
+holds; headers are read behind, in batches on the I/O threads, or when somebody asks. Everything recovered is
+UNCONFIRMED: it is not served before its KV is seen, and not deleted because the KV is absent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TypeVar
 
 from lmcache_hs_backend.chunkfile import is_temporary
 from lmcache_hs_backend.config import GIB
-from lmcache_hs_backend.tiers.index import Entry
+from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.mover import Executor
 from lmcache_hs_backend.tiers.namespace import (
     ARCHIVE,
@@ -32,7 +31,7 @@ from lmcache_hs_backend.tiers.namespace import (
     scan_flat,
     scan_folder,
 )
-from lmcache_hs_backend.tiers.pair import TierPair
+from lmcache_hs_backend.tiers.pair import Delete, TierPair
 
 logger = logging.getLogger(__name__)
 
@@ -190,13 +189,14 @@ class Recovery:
         index = self._pair.index
         entry = index.get(name)
         self._pair.cold.space.usage.own += _UNCOUNTED
-        if entry is not None:
+        if self._pair.cleared:  # before it was known what there was to clear; what is here now came later
+            former = Entry(name, Standing.GONE, file_bytes=_UNCOUNTED)
+            self._pair.mover.submit(Delete(self._pair, former, archive=False))
+        elif entry is not None:
             entry.file_bytes = _UNCOUNTED
             index.settle(entry)
-            return
-        index.add_found(name, _UNCOUNTED)
-        if self._pair.cleared:  # before it was known what there was to clear
-            self._pair.forget(index.entries[name])
+        else:
+            index.add_found(name, _UNCOUNTED)
 
     def _count(self, file: FoundFile) -> None:
         """Lock held. What has left meanwhile stays away."""
