@@ -105,6 +105,15 @@ def test_concurrent_clients_get_their_own_rows_in_files_that_are_whole(server: S
         assert ((data["hidden_states"][:, 0].float() - want).norm(dim=1) / want.norm(dim=1)).max() < 0.2
 
 
+def test_speculators_own_transfer_reads_an_answer_as_soon_as_it_comes(server: Server) -> None:
+    transfer = pytest.importorskip("hs_connectors.transfer", reason="scripts/test_vllm.sh installs hs-connectors")
+    answer = server.complete("Why is the sea salty?")
+    data = transfer.FileTransfer(server.directory / "files").get_generated(answer["kv_transfer_params"])
+    assert data is not None
+    assert data["token_ids"].tolist() == answer["choices"][0]["prompt_token_ids"]
+    assert data["hidden_states"].shape == (len(data["token_ids"]), len(LAYERS), 576)
+
+
 def test_a_client_that_asks_for_a_path_of_its_own_gets_the_servers(server: Server) -> None:
     asked = str(server.directory / "stolen.safetensors")
     answer = server.complete("The tide", {"hidden_states_path": asked})
@@ -135,9 +144,19 @@ def test_a_client_that_disconnects_leaves_no_lock_and_the_server_goes_on(server:
         client.sendall(f"{head}\r\n\r\n{body}".encode())
         assert b"data:" in client.recv(65536) + client.recv(65536)
     wait_until(lambda: not any(orphan(lock) for lock in files.glob("*.lock")), 60)
+    # What the model had computed until then is kept: the prompt, and the answer as far as it got.
+    wait_until(lambda: bool(aborted(server)), 60)
+    (record,) = aborted(server)
+    assert record["num_tokens"] == record["expected_tokens"] >= record["prompt_tokens"]
     assert {path.name for path in files.glob("*.safetensors")} == before
     answer = server.complete("Bread rises because")
     wait_until(lambda: os.path.exists(answer["kv_transfer_params"]["hidden_states_path"]))
+
+
+def aborted(server: Server) -> list[dict[str, Any]]:
+    """The records of requests whose clients have gone."""
+    records = ColdPath(str(server.directory / "cold")).records()
+    return [record for record in records if record["finish_reason"] == "abort"]
 
 
 def orphan(lock: Path) -> bool:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,6 +365,88 @@ def test_a_file_of_rows_that_were_not_computed_comes_from_the_tiers_or_not_at_al
     assert torch.equal(load_file(tmp_path / "known")["hidden_states"], right)
     assert not (tmp_path / "unknown").exists()
     assert "not covered" in json.loads((tmp_path / "unknown.error").read_text())["error"]
+
+
+def test_what_is_on_disk_leaves_ram_and_the_next_chunk_uses_the_same_memory(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "cold", hot_size=0.0625)
+    arena = rig.capture.store._pair.hot.arena
+    farthest = 0
+    for start in range(0, 40 * 64, 64):
+        rig.serve(list(range(start, start + 64)), list(range(8)))
+        farthest = max(farthest, arena.capacity - max(arena._sizes))
+        wait_until(lambda: rig.capture.store.stats()["hot_bytes"] == 0)
+    assert rig.capture.figures["taken"] == 160
+    assert farthest <= 160 * len(LAYERS) * 4096 // 8  # a cache would have touched every chunk's slots
+    rig.worker.close()
+
+
+def test_rows_that_come_in_vllms_inference_mode_leave_the_store_usable_for_others(rig: Rig) -> None:
+    ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
+    with torch.inference_mode():
+        rig.serve(ids, blocks)
+    rig.serve([7, *ids], [*blocks, 4])
+    assert rig.capture.figures["taken"] == 6
+    assert "lost" not in rig.capture.figures
+
+
+class Copying:
+    """Stands in for the event of a copy from a GPU, which this machine does not have: it ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(30)
+
+
+def test_blocks_are_held_until_their_copies_have_arrived_and_only_then_are_rows_stored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event, plain = Copying(), HiddenStatesCache._take
+    monkeypatch.setattr(HiddenStatesCache, "_take", lambda *given: plain(*given)._replace(arrived=event))
+    ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
+    takes, sequence = rig.takes(ids, blocks)
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(Step(tokens=40, takes=takes, written=[(b, True) for b in blocks]))
+    assert rig.worker.finish(Finish("r", [], sequence.refs, {"request_id": "r"}, None))
+    assert rig.worker.reported() == set()
+    assert rig.capture.store.covered([sequence.refs[0].name], LAYERS) == 0
+    assert not rig.capture.wanted(takes[0])  # it is on its way: another request with the same prefix copies nothing
+    event.done.set()
+    assert rig.worker.reported() == {"r"}
+    assert rig.worker.reported() == set()
+    wait_until(lambda: rig.capture.idle)
+    assert torch.equal(ColdPath(str(rig.directory)).rows(ids, LAYERS[1]), rig.right(ids, blocks, LAYERS[1]))
+
+
+def test_a_store_that_fails_is_not_the_engines_trouble(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(rig.capture.store, "store", fail)
+    rig.serve(list(range(40)), [9, 3, 30, 1, 17])
+    assert rig.capture.figures["lost"] == 4  # the tail is asked for once more at the end
+    assert rig.capture.figures["records_empty"] == 1
+
+
+def test_the_open_chunk_of_a_preempted_request_is_stored_and_goes_when_it_is_outgrown(rig: Rig) -> None:
+    ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
+    takes, sequence = rig.takes(ids[:21], blocks)
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(Step(tokens=21, takes=takes[:1], written=[(b, True) for b in blocks[:3]]))
+    rig.worker.before_step(Step(open_chunks=takes[1:], preempted=True))
+    record = {"request_id": "r", "expected_tokens": 21, "finish_reason": "abort"}
+    rig.worker.finish(Finish("r", [takes[1]._replace(blocks=[])], sequence.refs, record, None))
+    wait_until(lambda: rig.capture.idle)
+    cold = ColdPath(str(rig.directory))
+    assert torch.equal(cold.rows(ids[:21], LAYERS[0]), rig.right(ids[:21], blocks, LAYERS[0]))
+    assert [record["num_tokens"] for record in cold.records()] == [21]
+    rig.serve(ids, blocks)
+    rig.worker.close()
+    assert sorted(len(chunk.token_ids) for chunk in ColdPath(str(rig.directory)).chunks) == [8, 16, 16]
 
 
 def test_close_brings_everything_to_disk_and_may_come_twice(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Step
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, Step
 from lmcache_hs_backend.integrations.vllm.scheduler import Scheduler
 from lmcache_hs_backend.integrations.vllm.sequence import Keying
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
@@ -40,16 +40,19 @@ class Rig:
         self.request.num_computed_tokens = computed
         return self.step(scheduled, new=[SimpleNamespace(req_id="r", block_ids=(blocks,))])
 
-    def step(self, scheduled: int, blocks: list[int] | None = None, new: list[Any] | None = None) -> Step:
+    def step(
+        self, scheduled: int, blocks: list[int] | None = None, new: list[Any] | None = None, preempted: bool = False
+    ) -> Step:
         cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
-        if new is None:
+        if new is None and not preempted:
             cached = SimpleNamespace(
                 req_ids=["r"], new_block_ids=[None if blocks is None else (blocks,)], resumed_req_ids=set()
             )
         step = self.half.step(
             SimpleNamespace(
-                total_num_scheduled_tokens=scheduled, preempted_req_ids=None, scheduled_new_reqs=new or [],
-                scheduled_cached_reqs=cached, num_scheduled_tokens={"r": scheduled},
+                total_num_scheduled_tokens=scheduled, preempted_req_ids={"r"} if preempted else None,
+                scheduled_new_reqs=new or [], scheduled_cached_reqs=cached,
+                num_scheduled_tokens={"r": scheduled} if scheduled else {},
             )
         )  # fmt: skip
         self.request.num_computed_tokens += scheduled
@@ -59,6 +62,11 @@ class Rig:
         self.ids += tokens
         self.request.num_tokens += len(tokens)
         self.request.num_output_tokens += len(tokens)
+
+    def preempt(self) -> Step:
+        """The request loses its blocks in a step that runs others."""
+        self.request.num_computed_tokens = 0
+        return self.step(0, preempted=True)
 
 
 def ends(step: Step) -> list[int]:
@@ -150,8 +158,56 @@ def test_a_preempted_request_goes_on_with_its_new_blocks_where_its_chunks_ended(
     assert [(take.ref.start, take.blocks) for take in step.takes] == [(16, [6, 8])]
 
 
-def test_requests_with_embeddings_or_an_adapter_go_to_no_tier() -> None:
-    for change in ({"prompt_embeds": object()}, {"lora_request": object()}):
+def test_the_rows_of_a_preempted_requests_open_chunk_are_taken_before_its_blocks_are_written_anew() -> None:
+    rig = Rig(40)
+    rig.start([9, 4, 7], 21)
+    step = rig.preempt()
+    assert [(take.ref.start, take.ref.end, take.blocks) for take in step.open_chunks] == [(16, 21, [7])]
+    assert step.takes == []
+
+
+def test_a_request_that_is_aborted_while_it_is_preempted_keeps_the_rows_that_were_computed() -> None:
+    rig = Rig(40)
+    rig.start([9, 4, 7], 21)
+    (open_chunk,) = rig.preempt().open_chunks
+    rig.request.get_finished_reason = lambda: "abort"
+    _, answer = rig.half.finish(rig.request, [])
+    (finish,) = rig.given
+    assert [ref.end for ref in finish.refs] == [16, 21]
+    assert finish.takes == [open_chunk._replace(blocks=[])]  # taken already
+    assert finish.record is not None
+    assert finish.record["expected_tokens"] == 21
+    assert answer == {"hidden_states_last_chunk": open_chunk.ref.chunk_hash}
+
+
+def test_a_preempted_request_that_has_gone_on_ends_like_any_other() -> None:
+    for computed_again, last in ((18, 21), (24, 24), (40, 39)):
+        rig = Rig(40)
+        rig.start([9, 4, 7], 21)
+        rig.preempt()
+        rig.start([3, 2, 6, 8, 1], computed_again)
+        rig.half.finish(rig.request, [3, 2, 6, 8, 1])
+        (finish,) = rig.given
+        assert finish.refs[-1].end == last
+        assert bool(finish.takes[-1].blocks) == (last > 21)
+
+
+def test_requests_with_embeddings_or_an_adapter_go_to_no_tier_and_their_answer_says_so() -> None:
+    for change, reason in (({"prompt_embeds": object()}, "embeddings"), ({"lora_request": object()}, "LoRA adapter")):
         rig = Rig(40)
         vars(rig.request).update(change)
         assert rig.start([9, 4, 7, 1, 5], 40).takes == []
+        _, answer = rig.half.finish(rig.request, [9, 4, 7, 1, 5])
+        assert answer is not None
+        assert answer.keys() == {"hidden_states_not_covered"}
+        assert reason in answer["hidden_states_not_covered"]
+
+
+def test_what_lmcache_names_chunks_after_is_told_when_a_request_starts() -> None:
+    rig = Rig(40)
+    rig.request.kv_transfer_params = {"lmcache.tag.user": "a", "include_output_tokens": True}
+    place = SimpleNamespace(offset=20, length=4)
+    rig.request.mm_features = [SimpleNamespace(identifier="cat", mm_position=place)]
+    assert rig.start([9, 4, 7], 20).named == {"r": Naming({"lmcache.tag.user": "a"}, 20)}
+    assert rig.step(20, [1, 5]).named == {}
+    assert Rig(40).start([9, 4, 7], 20).named == {}

@@ -3,14 +3,17 @@
     python vllm_run.py run.json
 
 ``run``: ``llm`` (arguments of LLM), ``connector`` (its extra config, or null for vLLM's example connector on
-CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours),
-``drafter_limit`` (see limit_drafter),
-``batches`` (each: ``prompts``, ``sampling``, ``kv``), ``out``.
+CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours;
+``beside_last``: after it), ``drafter_limit`` (see limit_drafter),
+``batches`` (each: ``prompts``, ``sampling``, ``kv``, ``reset``: first forget vLLM's prefix cache, ``probe``: a module
+and a function of it, called in this process with the batch's requests), ``out``. A prompt is text, token ids or some
+of an earlier request's tokens.
 Tests and scripts call ``run`` below, which starts this file as a child.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -23,17 +26,26 @@ from waiting import wait_until
 
 LAYERS = (2, 15, 27, 30)
 HERE = Path(__file__).resolve().parent
+_MEMORY = {"peak": "VmHWM", "anonymous": "RssAnon", "threads": "Threads"}
 CONNECTOR = "lmcache_hs_backend.integrations.vllm.connector"
 
 
-def run(directory: Path, spec: dict[str, Any], *, own_process: bool = True, timeout: float = 600) -> dict[str, Any]:
+def run(
+    directory: Path,
+    spec: dict[str, Any],
+    *,
+    own_process: bool = True,
+    timeout: float = 600,
+    environ: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """Run vLLM; ``own_process`` lets it have its engine process. Fails with the end of its log."""
     paths = {name: directory / f"{name}-{time.monotonic_ns()}" for name in ("spec", "out", "log")}
     paths["spec"].write_text(json.dumps({**spec, "out": str(paths["out"])}))
     with open(paths["log"], "w") as log:
         done = subprocess.run(
             [sys.executable, str(HERE / "vllm_run.py"), str(paths["spec"])],
-            stdout=log, stderr=subprocess.STDOUT, env=environment(own_process), timeout=timeout, check=False,
+            stdout=log, stderr=subprocess.STDOUT, timeout=timeout, check=False,
+            env={**environment(own_process), **(environ or {})},
         )  # fmt: skip
     text = paths["log"].read_text(errors="replace")
     assert done.returncode == 0, f"vLLM ended with {done.returncode}:\n{text[-6000:]}"
@@ -72,7 +84,9 @@ def llm_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         connector = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": [other, connector]},
+            "kv_connector_extra_config": {
+                "connectors": [connector, other] if spec.get("beside_last") else [other, connector]
+            },
         }
     return {
         "enforce_eager": True,
@@ -101,7 +115,9 @@ def main() -> None:
     for batch in spec["batches"]:
         extra = {"kv_transfer_params": batch["kv"]} if batch.get("kv") else None
         sampling = SamplingParams(temperature=0, extra_args=extra, **batch["sampling"])
-        prompts = [p if isinstance(p, str) else {"prompt_token_ids": token_ids(p, batches)} for p in batch["prompts"]]
+        prompts = [prompt_of(given, batches) for given in batch["prompts"]]
+        if batch.get("reset"):
+            assert llm.reset_prefix_cache()
         started, cpu = time.monotonic(), cpu_seconds()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds, cpu = time.monotonic() - started, cpu_seconds() - cpu
@@ -122,11 +138,20 @@ def main() -> None:
                 "requests": requests,
                 "figures": figures(),
                 "preemptions": preemptions,
+                "probe": probe(*batch["probe"], requests) if "probe" in batch else None,
             }
         )
-    peak = peak_kb()
+    processes = memory()
     llm.llm_engine.engine_core.shutdown()
-    Path(spec["out"]).write_text(json.dumps({"batches": batches, "peak_kb": peak}))
+    Path(spec["out"]).write_text(json.dumps({"batches": batches, "processes": processes}))
+    if "beside" in spec:  # its threads may never end
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def probe(module: str, function: str, requests: list[dict[str, Any]]) -> Any:
+    """What a function of a test sees inside the process of vLLM."""
+    return getattr(importlib.import_module(module), function)(requests)
 
 
 def limit_drafter(worker: Any, tokens: int) -> None:
@@ -158,22 +183,29 @@ def cpu_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def peak_kb() -> int:
-    """Peak resident memory of the family, process by process, added up."""
-    status = [Path(f"/proc/{pid}/status").read_text() for pid in family()]
-    return sum(int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("VmHWM:"))
+def memory() -> list[dict[str, Any]]:
+    """The processes of the family: name, peak resident memory, and what of today's is anonymous, in kB."""
+    found = []
+    for pid in family():
+        lines = [line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+        status = {name: value.strip() for name, value in lines}
+        figures = {name: int(status.get(field, "0").split()[0]) for name, field in _MEMORY.items()}
+        found.append({"name": status["Name"], **figures})
+    return found
 
 
-def token_ids(prompt: Any, batches: list[dict[str, Any]]) -> list[int]:
-    """A prompt of token ids: as it is, or ``{"batch", "request", "tokens"}`` of an earlier request's."""
-    if isinstance(prompt, list):
-        return prompt
-    return list(batches[prompt["batch"]]["requests"][prompt["request"]]["ids"][: prompt["tokens"]])
+def prompt_of(given: Any, batches: list[dict[str, Any]]) -> Any:
+    """A prompt as LLM takes it."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list):
+        return {"prompt_token_ids": given}
+    return {"prompt_token_ids": batches[given["batch"]]["requests"][given["request"]]["ids"][: given["tokens"]]}
 
 
 def figures() -> dict[str, int]:
     """What the connector has counted so far, where the engine runs in this process."""
-    module = sys.modules.get("lmcache_hs_backend.integrations.vllm.worker")
+    module = sys.modules.get("lmcache_hs_backend.integrations.vllm.messages")
     workers = [] if module is None else list(module.in_this_process.values())
     if not workers or workers[0].capture is None:
         return {}

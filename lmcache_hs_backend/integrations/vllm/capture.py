@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -32,12 +32,11 @@ from lmcache_hs_backend.tiers.namespace import NamespaceId, scan_chunks
 
 logger = logging.getLogger(__name__)
 
-_MIN_STAGED = 64 << 20
+#: Rows on their way to the hot tier take at most this part of its size more.
+_STAGED_PART = 4
 _RECOVERY_SEC = 30.0
 #: Shutdown waits this long for rows on their way to disk; vLLM gives its processes less only when killing them.
 _DRAIN_SEC = 60.0
-
-
 _RECORDS_PER_LOOK = 256
 
 
@@ -59,19 +58,28 @@ class Capture:
     ``records``.
     """
 
-    def __init__(self, settings: ConnectorSettings, model: Model, store: TieredStore | None = None) -> None:
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        model: Model,
+        store: TieredStore | None = None,
+        allowed: Collection[int] | None = None,
+    ) -> None:
         """``store``: one that is there already, and that somebody else closes; None: the settings' own.
 
-        Raises ConfigError when the cold path cannot be used.
+        ``allowed``: the only layers that it keeps; None: all. Raises ConfigError when the cold path cannot be used.
         """
-        self._owned = store is None
-        if store is None:  # not "or": an empty store is false
-            store = TieredStore(
+        self._own: TieredStore | None = None
+        if store is None:
+            store = self._own = TieredStore(
                 settings, settings.hot_bytes, model.ident, labels=model.labels, capture=model.capture, setting=label
             )
+            store.pin()
         self.store = store
-        if self._owned:
-            self.store.pin()
+        kept = [(n, idx) for n, idx in enumerate(model.layer_idxs) if allowed is None or idx in allowed]
+        #: Which of the cache's layers are kept: their positions in it, and (private) their storage slots.
+        self.positions = [n for n, _ in kept]
+        self._layer_idxs = [idx for _, idx in kept]
         self.figures: Counter[str] = Counter()
         self._settings = settings
         self._model = model
@@ -84,6 +92,7 @@ class Capture:
         self._superseded: dict[bytes, list[bytes]] = {}  # chunk → tails to drop once its file is there
         self._closed = False
         self._unrecorded: list[Finish] = []  # finished requests whose rows are not all on disk; _thread's own
+        self._in_ram: dict[bytes, None] = {}  # chunks that were not on disk when last seen, oldest first; _thread's own
         if not self.store.wait_recovered(_RECOVERY_SEC):
             logger.warning("%s: not all chunk files are known yet; some may be captured again", self.store.directory)
         self._thread = Threads(1, "hs-capture", self._chores)
@@ -101,14 +110,14 @@ class Capture:
         ref = take.ref
         with self._lock:
             known = ref.name in self._staged or self._tails.longer(ref.chunk_hash, ref.parent, take.ids) is not None
-        if known or self.store.covered([ref.name], self._model.layer_idxs):
+        if known or self.store.covered([ref.name], self._layer_idxs):
             self.count("reused")
             return False
         return True
 
     def room(self, nbytes: int) -> bool:
         """Wait, ``store_wait_ms`` at most, until so many more bytes may be on their way."""
-        limit = max(_MIN_STAGED, self._settings.hot_bytes // 4)
+        limit = self._settings.hot_bytes // _STAGED_PART
         with self._room:
             if self._room.wait_for(
                 lambda: not self._staged or self._staged_bytes + nbytes <= limit, self._settings.store_wait_ms / 1000
@@ -119,8 +128,15 @@ class Capture:
         return False
 
     def put(self, take: Take, rows: HostRows) -> None:
-        """Store a chunk, behind."""
+        """Store a chunk: at once when its rows are there, behind when they are still on their way."""
         self.count("taken")
+        if rows.arrived is None:  # no second copy of them, and no second team of torch's threads to make it
+            try:
+                self._store(take, rows)
+            except Exception:  # a bug of the tiers must not end vLLM; the chunk is counted as lost
+                logger.exception("hidden states: storing a chunk failed")
+            self._thread.submit(lambda: self._stored(take))
+            return
         with self._lock:
             self._staged[take.ref.name] = rows.nbytes
             self._staged_bytes += rows.nbytes
@@ -144,8 +160,8 @@ class Capture:
         names = [ref.name for ref in refs]
         with self._room:
             self._room.wait_for(lambda: self._staged.keys().isdisjoint(names), self._settings.read_timeout_sec)
-        found = self.store.retrieve(refs, self._model.layer_idxs, None)
-        return {position: found[idx] for position, idx in enumerate(self._model.layer_idxs) if idx in found}
+        found = self.store.retrieve(refs, self._layer_idxs, None)
+        return {n: found[idx] for n, idx in zip(self.positions, self._layer_idxs, strict=True) if idx in found}
 
     def close(self) -> None:
         """Bring everything to disk and end. Idempotent; bounded in time, and says what was left behind."""
@@ -159,26 +175,36 @@ class Capture:
         self.store.flush(max(0.0, deadline - time.monotonic()))
         self._drop_superseded()
         self._record(final=True)
-        if self._owned:
-            self.store.close()
+        if self._own is not None:
+            self._own.close()
         self._records.close()
         logger.info("hidden states of this run: %s", ", ".join(f"{k} {v}" for k, v in sorted(self.figures.items())))
 
     # -- on the capture's thread -------------------------------------------------------------------------
 
     def _put(self, take: Take, rows: HostRows) -> None:
-        ref = take.ref
         try:
-            layers = dict(zip(self._model.layer_idxs, rows.wait(), strict=True))
-            # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
-            self.store.store([ref], bytes(ref.start * TOKEN_BYTES) + take.ids, layers, ref.start)
+            self._store(take, rows)
         finally:
             with self._room:
-                self._staged_bytes -= self._staged.pop(ref.name)
+                self._staged_bytes -= self._staged.pop(take.ref.name)
                 self._room.notify_all()
-        if not self.store.covered([ref.name], self._model.layer_idxs):
+        self._stored(take)
+
+    def _store(self, take: Take, rows: HostRows) -> None:
+        """On any thread."""
+        ref = take.ref
+        layers = dict(zip(self._layer_idxs, rows.wait(), strict=True))
+        # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
+        self.store.store([ref], bytes(ref.start * TOKEN_BYTES) + take.ids, layers, ref.start)
+
+    def _stored(self, take: Take) -> None:
+        """The tiers have a chunk, or have not taken it."""
+        ref = take.ref
+        if not self.store.covered([ref.name], self._layer_idxs):
             self.count("lost")
             return
+        self._in_ram[ref.name] = None
         with self._lock:
             tails = list(self._tails.shorter(ref.parent, take.ids))
             self._tails.add(ref.chunk_hash, ref.parent, take.ids)
@@ -188,12 +214,29 @@ class Capture:
             self._superseded[ref.name] = [self._tails.name(tail) for tail in tails]
 
     def _chores(self) -> None:
+        self._leave_ram()
         self._drop_superseded()
         self._record(final=False)
 
+    def _leave_ram(self) -> None:
+        """Let go of chunks that are on disk by now: they get there in about the order in which they came."""
+        done, waiting = [], 0
+        for name in self._in_ram:
+            hot, cold = self.store.has(name, self._layer_idxs[0])
+            if cold or not hot:
+                done.append(name)
+                continue
+            waiting += 1
+            if waiting > self._settings.io_threads:
+                break
+        for name in done:
+            del self._in_ram[name]
+        if self._own is not None:
+            self._own.demote(done)
+
     def _drop_superseded(self) -> None:
         """Drop the tails of chunks that are on disk by now: before that, a crash would lose both."""
-        first = self._model.layer_idxs[0]
+        first = self._layer_idxs[0]
         for name in [name for name in self._superseded if self.store.has(name, first)[1]]:
             self.count("tails_dropped", self.store.drop(self._superseded.pop(name)))
 
@@ -203,8 +246,8 @@ class Capture:
         waiting = self._unrecorded[len(now) :]
         for finish in now:
             refs = self._successors(finish)
-            refs = refs[: self.store.covered([ref.name for ref in refs], self._model.layer_idxs)]
-            missing = [n for n, ref in enumerate(refs) if not self.store.has(ref.name, self._model.layer_idxs[0])[1]]
+            refs = refs[: self.store.covered([ref.name for ref in refs], self._layer_idxs)]
+            missing = [n for n, ref in enumerate(refs) if not self.store.has(ref.name, self._layer_idxs[0])[1]]
             if missing and not final:
                 waiting.append(finish)
             else:

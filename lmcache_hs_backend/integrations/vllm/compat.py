@@ -7,6 +7,8 @@ vLLM is looked at.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from packaging.version import Version
 from vllm.version import __version__ as VLLM_VERSION
 
@@ -36,13 +38,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
-from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer  # noqa: E402
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig  # noqa: E402
 
 __all__ = [
     "TESTED",
     "VLLM_VERSION",
-    "CacheOnlyAttentionLayer",
     "HiddenStateCacheSpec",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -51,7 +51,15 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "get_kv_transfer_group",
-    "get_layers_from_vllm_config",
     "get_tensor_model_parallel_rank",
+    "hidden_states_layers",
     "refuse_untested",
 ]
+
+
+def hidden_states_layers(config: VllmConfig, names: Iterable[str]) -> list[str]:
+    """Those of a model's layers that only cache hidden states."""
+    # Not at the top: it brings vLLM's model code, 10 MB, also into the processes that have no model.
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+
+    return list(get_layers_from_vllm_config(config, CacheOnlyAttentionLayer, list(names)))

@@ -8,19 +8,13 @@ it never gives vLLM any KV.
 
 from __future__ import annotations
 
-import atexit
-import json
 import logging
-import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmcache_hs_backend.config import ConfigError
-from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
 from lmcache_hs_backend.integrations.vllm.compat import (
-    VLLM_VERSION,
-    CacheOnlyAttentionLayer,
     HiddenStateCacheSpec,
     KVCacheConfig,
     KVConnectorBase_V1,
@@ -28,19 +22,16 @@ from lmcache_hs_backend.integrations.vllm.compat import (
     KVConnectorRole,
     SupportsHMA,
     VllmConfig,
-    get_kv_transfer_group,
-    get_layers_from_vllm_config,
     get_tensor_model_parallel_rank,
+    hidden_states_layers,
 )
-from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
-from lmcache_hs_backend.integrations.vllm.files import RequestFiles
-from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks, find_store
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Step
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Step, in_this_process
 from lmcache_hs_backend.integrations.vllm.scheduler import Scheduler
-from lmcache_hs_backend.integrations.vllm.sequence import HASH_ALGORITHM, Keying
-from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
-from lmcache_hs_backend.integrations.vllm.worker import Worker, in_this_process
-from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
+from lmcache_hs_backend.integrations.vllm.sequence import Keying
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from lmcache_hs_backend.integrations.vllm.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +56,7 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = ConnectorSettings.from_connector(self._kv_transfer_config.kv_connector_extra_config)
         self._group, self._block_size = _hidden_states_group(kv_cache_config)
         self._worker: Worker | None = None
+        self._cache: torch.Tensor | None = None
         self._layer_name = ""
         self._scheduler: Scheduler | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -77,42 +69,25 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if get_tensor_model_parallel_rank() != 0:
             return
-        layers = list(get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches)))
+        layers = hidden_states_layers(self._vllm_config, kv_caches)
         if not layers:  # a pipeline stage without it
             return
         (self._layer_name,) = layers
-        cache = HiddenStatesCache(kv_caches[self._layer_name])
-        if cache.block_size != self._block_size:
+        self._cache = kv_caches[self._layer_name]
+        block_size = self._cache.shape[2]
+        if block_size != self._block_size:
             raise ValueError(
-                f"the hidden-states cache has blocks of {cache.block_size} tokens, its group says {self._block_size}"
+                f"the hidden-states cache has blocks of {block_size} tokens, its group says {self._block_size}"
             )
-        settings = self._settings
-        engine_store = find_store(getattr(get_kv_transfer_group(), "sub_connectors", ()))
-        if engine_store is not None and engine_store.chunk_size != settings.chunk_size:
-            raise ConfigError(
-                f"{label('chunk_size')} is {settings.chunk_size}, but must be {engine_store.chunk_size} as in LMCache, "
-                f"whose hidden-state store is used"
-            )
-        capture, engine = None, None
-        if settings.to_tiers:
-            model = _model(self._vllm_config, settings, cache)
-            capture = Capture(settings, model, None if engine_store is None else engine_store.tiers)
-            engine = None if engine_store is None else EngineChunks(engine_store)
-        files = None
-        if settings.to_files:
-            files = RequestFiles(
-                settings.save_roots, settings.num_writer_threads, lock=settings.use_synchronization_lock
-            )
-        self._worker = Worker(cache, capture, files, engine)
-        in_this_process[self._kv_transfer_config.engine_id] = self._worker
-        atexit.register(_close, weakref.ref(self._worker))  # vLLM's engine in this process ends without a word
-        logger.info(
-            "hidden states of layers %s go to %s", _layer_ids(self._vllm_config),
-            " and ".join(
-                ([f"chunks in {capture.store.directory}"] if capture else [])
-                + ([f"files in {settings.shared_storage_path}"] if files else [])
-            ),
-        )  # fmt: skip
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """Begin. vLLM calls this when every connector has its caches: only then an LMCache beside us has its store."""
+        if self._cache is not None:
+            # Not at the top: the tiers are not needed in the processes without a model, which load this module too.
+            from lmcache_hs_backend.integrations.vllm.assemble import worker
+
+            self._worker = worker(self._vllm_config, self._settings, _keying(self._vllm_config), self._cache)
+            in_this_process[self._kv_transfer_config.engine_id] = self._worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -196,12 +171,6 @@ def _show_in_vllms_log() -> None:
         ours.propagate = theirs.propagate
 
 
-def _close(worker: weakref.ref[Worker]) -> None:
-    alive = worker()
-    if alive is not None:
-        alive.close()
-
-
 def _hidden_states_group(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """The cache group of the hidden states, by its spec, and its own block size.
 
@@ -219,45 +188,6 @@ def _hidden_states_group(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     return found[0], groups[found[0]].kv_cache_spec.block_size
 
 
-def _layer_ids(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """The layers of the cache in its order: vLLM sorts what was configured and drops duplicates."""
-    config = vllm_config.speculative_config.draft_model_config.hf_config
-    return tuple(sorted(set(config.eagle_aux_hidden_state_layer_ids)))
-
-
 def _keying(vllm_config: VllmConfig) -> Keying:
     model = vllm_config.model_config
     return Keying(model.model, str(model.dtype).removeprefix("torch."))
-
-
-def _model(vllm_config: VllmConfig, settings: ConnectorSettings, cache: HiddenStatesCache) -> Model:
-    model = vllm_config.model_config
-    layer_ids = _layer_ids(vllm_config)
-    if len(layer_ids) != cache.num_layers:
-        raise ConfigError(f"eagle_aux_hidden_state_layer_ids must be {cache.num_layers} different numbers")
-    num_layers = model.get_total_num_hidden_layers()
-    revision = settings.model_revision
-    keying = _keying(vllm_config)
-    ident = NamespaceId(
-        model=model.model,
-        model_revision=(model.revision or local_model_revision(model.model)) if revision is None else revision,
-        kv_dtype=keying.dtype,
-        chunk_size=settings.chunk_size,
-        hash_algorithm=HASH_ALGORITHM,
-    )
-    capture = {
-        "source": "vllm",
-        "version": VLLM_VERSION,
-        "layer_ids": "vllm",  # id k: the stream after k layers, so id num_layers is before the final norm
-        "layers": list(layer_ids),
-        "num_layers": num_layers,
-        "last_layer": "pre-norm",
-    }
-    served = model.served_model_name
-    labels = {
-        "model_name": model.model,
-        "worker_id": 0,
-        "role": "vllm",
-        "served_model_name": served if isinstance(served, str) else (served or [""])[0],
-    }
-    return Model(ident, keying, layer_ids, json.dumps(capture), labels)

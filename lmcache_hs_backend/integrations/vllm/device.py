@@ -43,15 +43,15 @@ class HiddenStatesCache:
     def dtype(self) -> torch.dtype:
         return self._cache.dtype
 
-    def layers(self, blocks: Sequence[int], start: int, num_tokens: int) -> HostRows:
+    def layers(self, blocks: Sequence[int], start: int, num_tokens: int, positions: Sequence[int]) -> HostRows:
         """One ``[num_tokens, hidden_dim]`` tensor per layer: the tokens from position ``start`` on.
 
-        ``blocks`` begin with the one that holds ``start``.
+        ``blocks`` begin with the one that holds ``start``; ``positions`` are those of the layers in the cache.
         """
         first = start % self.block_size
 
         def gather(index: torch.Tensor) -> list[torch.Tensor]:
-            taken = (self._cache[:, layer].index_select(0, index) for layer in range(self.num_layers))
+            taken = (self._cache[:, layer].index_select(0, index) for layer in positions)
             return [rows.view(-1, self.hidden_dim)[first : first + num_tokens] for rows in taken]
 
         return self._take(blocks, gather)

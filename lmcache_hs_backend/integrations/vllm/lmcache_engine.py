@@ -9,19 +9,20 @@ is never imported: what is found is recognised by the tiers inside.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Take
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, Take
 from lmcache_hs_backend.tiered import TieredStore
 
 
 class EngineStore(NamedTuple):
-    """The store of an LMCache engine (a TieredHiddenStateStore), and the engine's chunk size."""
+    """The store of an LMCache engine (a TieredHiddenStateStore), and what the engine's settings say of it."""
 
     store: Any
     chunk_size: int
+    allowed: frozenset[int] | None  # the only layers that it takes; None: all
 
     @property
     def tiers(self) -> TieredStore:
@@ -30,25 +31,43 @@ class EngineStore(NamedTuple):
 
 
 def find_store(connectors: Iterable[Any]) -> EngineStore | None:
-    """The store of an LMCache engine behind one of vLLM's connectors, or None."""
+    """The store of an LMCache engine behind one of vLLM's connectors, or None.
+
+    An engine has it only after its connector has been given vLLM's caches.
+    """
     for connector in connectors:
         engine: Any = getattr(getattr(connector, "_lmcache_engine", None), "lmcache_engine", None)
         store = getattr(engine, "hidden_state_store", None)
         if isinstance(getattr(store, "tiers", None), TieredStore):
-            return EngineStore(store, engine.config.chunk_size)
+            layers = engine.config.hidden_state_layers
+            return EngineStore(store, engine.config.chunk_size, None if layers is None else frozenset(layers))
     return None
+
+
+class _Named:
+    """A request: its token ids so far, its chunks, and what names them beside tokens."""
+
+    def __init__(self, naming: Naming) -> None:
+        self.ids = bytearray()
+        self.refs: list[ChunkRef] = []
+        self.naming = naming
 
 
 class EngineChunks:
     """Renames the chunks of requests. Not thread-safe.
 
-    A chunk that LMCache would not make (the tail, unless ``save_unfull_chunk``) is left out.
+    Left out are chunks that LMCache would not make (the tail, unless ``save_unfull_chunk``), and those from the
+    first image of a request on: LMCache names them after the image, in a way of its own.
     """
 
     def __init__(self, store: EngineStore) -> None:
         self._store = store.store
-        self._ids: dict[str, bytearray] = {}
-        self._refs: dict[str, list[ChunkRef]] = {}
+        self._requests: dict[str, _Named] = {}
+
+    def name(self, namings: Mapping[str, Naming]) -> None:
+        """Requests whose chunks are named after more than their tokens. Before their first chunk."""
+        for req_id, naming in namings.items():
+            self._requests.setdefault(req_id, _Named(naming))
 
     def takes(self, takes: Sequence[Take]) -> list[Take]:
         """The same chunks under LMCache's names. Those of a request must come in order, from its first on."""
@@ -57,20 +76,38 @@ class EngineChunks:
             by_request.setdefault(take.req_id, []).append(take)
         renamed = []
         for req_id, group in by_request.items():
-            ids = self._ids.setdefault(req_id, bytearray())
+            request = self._requests.setdefault(req_id, _Named(Naming(None, None)))
             for take in group:
-                ids += take.ids
-            token_ids = array("q", bytes(ids)).tolist()
-            theirs = {(ref.start, ref.end): ref for ref in self._store.refs(token_ids, bytes(ids), None)}
-            for take in group:
-                ref = theirs.get((take.ref.start, take.ref.end))
-                if ref is not None and len(take.ids) == ref.num_tokens * TOKEN_BYTES:
-                    renamed.append(take._replace(ref=ref))
-                    self._refs.setdefault(req_id, []).append(ref)
+                request.ids += take.ids
+            found = self._renamed(group, request, bytes(request.ids))
+            request.refs += [take.ref for take in found]
+            renamed += found
+        return renamed
+
+    def open_chunks(self, takes: Sequence[Take]) -> list[Take]:
+        """Chunks of requests that may go on: nothing is remembered of them."""
+        renamed = []
+        for take in takes:
+            request = self._requests.get(take.req_id) or _Named(Naming(None, None))
+            renamed += self._renamed([take], request, bytes(request.ids) + take.ids)
         return renamed
 
     def finish(self, finish: Finish) -> Finish:
         """The end of a request under LMCache's names; its chunks are forgotten here."""
         takes = self.takes(finish.takes)
-        self._ids.pop(finish.req_id, None)
-        return finish._replace(takes=takes, refs=self._refs.pop(finish.req_id, []))
+        request = self._requests.pop(finish.req_id, None)
+        return finish._replace(takes=takes, refs=[] if request is None else request.refs)
+
+    def _renamed(self, takes: Sequence[Take], request: _Named, ids: bytes) -> list[Take]:
+        """``ids``: the token ids of the request as far as the last of its ``takes``."""
+        naming = request.naming
+        refs = self._store.refs(array("q", ids).tolist(), ids, naming.configs)
+        theirs = {(ref.start, ref.end): ref for ref in refs}
+        renamed = []
+        for take in takes:
+            ref = theirs.get((take.ref.start, take.ref.end))
+            if ref is None or len(take.ids) != ref.num_tokens * TOKEN_BYTES:
+                continue
+            if naming.first_image is None or ref.end <= naming.first_image:
+                renamed.append(take._replace(ref=ref))
+        return renamed

@@ -6,19 +6,34 @@ It imports no vLLM.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import ChunkRef
 
+#: Workers of this process by engine. A scheduler in the same process hands finished requests over at once:
+#: without vLLM's own engine process there is no further step after the last request, which would tell them.
+in_this_process: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
 
 class Take(NamedTuple):
-    """Rows that are final: those of one chunk. ``blocks`` hold tokens ``ref.start`` to ``ref.end``, in order."""
+    """Rows that are final: those of one chunk. ``blocks`` hold tokens ``ref.start`` to ``ref.end``, in order.
+
+    No blocks: the rows have been taken before.
+    """
 
     req_id: str
     ref: ChunkRef
     ids: bytes  # the chunk's token ids, int64
     blocks: list[int]
+
+
+class Naming(NamedTuple):
+    """What the names that LMCache gives to a request's chunks depend on, beside its tokens."""
+
+    configs: dict[str, Any] | None  # the ``lmcache.…`` parameters of the request
+    first_image: int | None  # the position of its first image placeholder
 
 
 class RequestFile(NamedTuple):
@@ -46,6 +61,8 @@ class Step:
 
     ``written``: the blocks that this step's forward writes, and whether from their first token on.
     ``foreign``: blocks whose KV another connector loads, so that no forward ever writes their rows.
+    ``open_chunks``: rows of requests that are preempted in this step; their blocks still hold them until its forward.
+    ``named``: for LMCache's names, what is special about requests that are new.
     """
 
     tokens: int = 0
@@ -54,4 +71,6 @@ class Step:
     new_files: dict[str, str] = field(default_factory=dict)
     written: list[tuple[int, bool]] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
+    open_chunks: list[Take] = field(default_factory=list)
+    named: dict[str, Naming] = field(default_factory=dict)
     preempted: bool = False

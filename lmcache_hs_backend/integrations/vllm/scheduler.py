@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_hs_backend.chunk import ChunkRef
 from lmcache_hs_backend.integrations.vllm.files import confined, default_path
-from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, RequestFile, Step, Take
 from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Keying, images_of
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 
@@ -29,10 +30,12 @@ class _Tracked:
     """A request that has been scheduled, or is about to be."""
 
     request: Any
-    sequence: ChunkedSequence | None  # None: its rows depend on more than tokens, and go to no tier
+    sequence: ChunkedSequence | None  # None: its rows go to no tier
     blocks: list[int] = field(default_factory=list)
     started: bool = False  # rows have been computed for it
     begins: bool = True  # it got its blocks in this step, for the first time or after a preemption
+    end: int = 0  # tokens whose rows are final after the last step
+    taken: Take | None = None  # its open chunk when it was preempted
     path: str = ""
 
 
@@ -77,6 +80,8 @@ class Scheduler:
         """What the worker has to know about a step that is about to run."""
         step = Step(tokens=output.total_num_scheduled_tokens, preempted=bool(output.preempted_req_ids))
         step.finished, self._finished = self._finished, []
+        for req_id in output.preempted_req_ids or ():
+            self._take_open_chunk(req_id, step)  # before new blocks take the place of those that it has lost
         self._follow_blocks(output, step)
         for req_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(req_id)
@@ -93,20 +98,21 @@ class Scheduler:
             return False, None
         computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         end = min(computed, request.num_tokens - 1)
-        takes, record = [], None
+        takes: list[Take] = []
+        refs: list[ChunkRef] = []
+        record = None
         answer: dict[str, Any] = {}
         if tracked.sequence is not None:
-            takes = [
-                Take(req_id, ref, ids, self._blocks(blocks, ref.start, ref.end))
-                for ref, ids in tracked.sequence.close(request.all_token_ids, max(end, tracked.sequence.end))
-            ]
-            record = self._record(request, end)
-            if tracked.sequence.refs:
-                answer["hidden_states_last_chunk"] = tracked.sequence.refs[-1].chunk_hash
+            takes = self._last_takes(tracked, tracked.sequence, end, blocks)
+            refs = tracked.sequence.refs + [take.ref for take in takes if not take.blocks]
+            record = self._record(request, max([end, *(ref.end for ref in refs[-1:])]))
+            if refs:
+                answer["hidden_states_last_chunk"] = refs[-1].chunk_hash
+        elif self._settings.to_tiers:
+            answer["hidden_states_not_covered"] = _beside_tokens(request)
         file = self._file(tracked, end, blocks) if tracked.path else None
         if file is not None:
             answer["hidden_states_path"] = file.path
-        refs = [] if tracked.sequence is None else tracked.sequence.refs
         finish = Finish(req_id, takes, refs, record, file)
         held = self._hand_over(finish)
         if held is None:
@@ -118,8 +124,9 @@ class Scheduler:
     def _sequence(self, request: Any) -> ChunkedSequence | None:
         if not self._settings.to_tiers:
             return None
-        if request.prompt_embeds is not None or request.lora_request is not None:
-            logger.info("request %s is not captured: embeddings or a LoRA adapter, not only tokens", request.request_id)
+        beside = _beside_tokens(request)
+        if beside:
+            logger.info("the rows of request %s go to no tier: %s", request.request_id, beside)
             return None
         return ChunkedSequence(self._keying, self._settings.chunk_size, images_of(request.mm_features))
 
@@ -129,6 +136,9 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.blocks = list(new.block_ids[self._group])
+            naming = _naming(tracked.request)
+            if naming is not None:
+                step.named[new.req_id] = naming
             if self._settings.to_files and not tracked.path:  # a resumed request may come as new again
                 tracked.path = step.new_files[new.req_id] = self._path(tracked.request)
         cached = output.scheduled_cached_reqs
@@ -154,9 +164,30 @@ class Scheduler:
         begin = max(0, computed - request.num_in_flight_tokens)
         written = self._blocks(tracked.blocks, begin, end)
         step.written += [(block, (begin // size + n) * size >= computed) for n, block in enumerate(written)]
+        tracked.end = min(end, request.num_tokens)
         if tracked.sequence is not None:
-            for ref, ids in tracked.sequence.advance(request.all_token_ids, min(end, request.num_tokens)):
+            for ref, ids in tracked.sequence.advance(request.all_token_ids, tracked.end):
                 step.takes.append(Take(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
+
+    def _take_open_chunk(self, req_id: str, step: Step) -> None:
+        """A request loses its blocks. It may never run again, so the rows that no full chunk has are taken now."""
+        tracked = self._tracked.get(req_id)
+        if tracked is None or tracked.sequence is None or tracked.end <= tracked.sequence.end:
+            return
+        ref, ids = tracked.sequence.open_chunk(tracked.request.all_token_ids, tracked.end)
+        step.open_chunks.append(Take(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
+        tracked.taken = step.open_chunks[-1]._replace(blocks=[])
+
+    def _last_takes(self, tracked: _Tracked, sequence: ChunkedSequence, end: int, blocks: Sequence[int]) -> list[Take]:
+        """What is left of a request that has ended after ``end`` tokens, which lie in ``blocks``."""
+        end, taken = max(end, sequence.end), tracked.taken
+        if taken is not None and taken.ref.end > end:  # it has not run, or not far enough, since it was preempted
+            return [taken]
+        req_id = tracked.request.request_id
+        return [
+            Take(req_id, ref, ids, self._blocks(blocks, ref.start, ref.end))
+            for ref, ids in sequence.close(tracked.request.all_token_ids, end)
+        ]
 
     def _blocks(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
         """The blocks that hold tokens ``start`` to ``end``."""
@@ -206,3 +237,22 @@ class Scheduler:
 
 def _reason(request: Any) -> str:
     return str(request.get_finished_reason())
+
+
+def _beside_tokens(request: Any) -> str:
+    """What a request's rows depend on that its tokens do not tell, in words; empty for nothing."""
+    if request.prompt_embeds is not None:
+        return "the prompt is embeddings, not tokens"
+    if request.lora_request is not None:
+        return "a LoRA adapter computes other rows for the same tokens"
+    return ""
+
+
+def _naming(request: Any) -> Naming | None:
+    """None when LMCache names the chunks of a request by its tokens alone."""
+    params = request.kv_transfer_params or {}
+    configs = {key: value for key, value in params.items() if isinstance(key, str) and key.startswith("lmcache.")}
+    images = images_of(request.mm_features)
+    if not configs and not images:
+        return None
+    return Naming(configs or None, min((image.start for image in images), default=None))

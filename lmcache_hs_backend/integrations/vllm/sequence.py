@@ -73,16 +73,23 @@ class ChunkedSequence:
             added.append(self._add(token_ids, end))
         return added
 
+    def open_chunk(self, token_ids: Sequence[int], end: int) -> tuple[ChunkRef, bytes]:
+        """The chunk of the tokens after the last full one, as far as ``end``. The sequence stays as it is."""
+        return self._chunk(token_ids, end, self._digest.copy())
+
     def _add(self, token_ids: Sequence[int], end: int) -> tuple[ChunkRef, bytes]:
+        ref, ids = self._chunk(token_ids, end, self._digest)
+        self.refs.append(ref)
+        self._parent = ref.chunk_hash
+        return ref, ids
+
+    def _chunk(self, token_ids: Sequence[int], end: int, digest: xxhash.xxh3_128) -> tuple[ChunkRef, bytes]:
         start = self.end
         ids = array("q", token_ids[start:end]).tobytes()
-        self._digest.update(ids)
+        digest.update(ids)
         hash_hex = chunk_hash(self._parent, ids, self._extra(start, end))
         key = self._keying.key(hash_hex)
-        ref = ChunkRef(chunk_name(key), start, end, self._digest.digest(), key, hash_hex, self._parent, None)
-        self.refs.append(ref)
-        self._parent = hash_hex
-        return ref, ids
+        return ChunkRef(chunk_name(key), start, end, digest.digest(), key, hash_hex, self._parent, None), ids
 
     def _extra(self, start: int, end: int) -> str:
         return "".join(f"{i.identifier}@{i.start - start};" for i in self._images if i.start < end and i.end > start)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -30,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 _FILES_CLOSE_SEC = 30.0
 _WARN_EVERY_SEC = 60.0
-
-#: Workers of this process by engine. A scheduler in the same process hands finished requests over at once:
-#: without vLLM's own engine process there is no further step after the last request, which would tell them.
-in_this_process: weakref.WeakValueDictionary[str, Worker] = weakref.WeakValueDictionary()
 
 
 class Worker:
@@ -62,7 +57,12 @@ class Worker:
         self._wrote = True
 
     def before_step(self, step: Step) -> None:
-        """Blocks of preempted requests are about to be written by others."""
+        """Blocks of preempted requests are about to be written by others: take what is in them."""
+        open_chunks = step.open_chunks
+        if self._engine is not None:
+            open_chunks = self._engine.open_chunks(open_chunks)
+        for take in open_chunks:
+            self._take(take)
         if step.preempted:
             self._cache.protect()
 
@@ -75,7 +75,11 @@ class Worker:
     def after_step(self, step: Step) -> None:
         """The rows of a step are in the cache: take what has become final."""
         self._heed(step)
-        for take in step.takes if self._engine is None else self._engine.takes(step.takes):
+        takes = step.takes
+        if self._engine is not None:
+            self._engine.name(step.named)
+            takes = self._engine.takes(takes)
+        for take in takes:
             self._take(take)
         self._wrote = False
 
@@ -84,7 +88,8 @@ class Worker:
         if self._engine is not None:
             finish = self._engine.finish(finish)
         for take in finish.takes:
-            self._take(take)
+            if take.blocks:
+                self._take(take)
         if finish.file is not None and self._files is not None:
             self._write_file(finish, finish.file, self._files)
         if self.capture is not None:
@@ -143,9 +148,9 @@ class Worker:
             capture.count("not_computed")
             return
         num_tokens = take.ref.num_tokens
-        nbytes = num_tokens * self._cache.num_layers * self._cache.hidden_dim * self._cache.dtype.itemsize
+        nbytes = num_tokens * len(capture.positions) * self._cache.hidden_dim * self._cache.dtype.itemsize
         if capture.room(nbytes):
-            rows = self._cache.layers(take.blocks, take.ref.start, num_tokens)
+            rows = self._cache.layers(take.blocks, take.ref.start, num_tokens, capture.positions)
             self._remember(take.req_id, rows)
             capture.put(take, rows)
 
@@ -166,7 +171,7 @@ class Worker:
     def _from_tiers(self, finish: Finish, num_tokens: int) -> torch.Tensor:
         """Rows that this engine has not computed. Raises LookupError when the tiers do not have them all."""
         found = self.capture.rows(finish.refs) if self.capture is not None else {}
-        have = min((rows.shape[0] for rows in found.values()), default=0)
+        have = min(rows.shape[0] for rows in found.values()) if len(found) == self._cache.num_layers else 0
         if have < num_tokens:
             raise LookupError(
                 f"not covered: the KV of some of the {num_tokens} tokens came from another connector, or vLLM left "

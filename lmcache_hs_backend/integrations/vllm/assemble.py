@@ -1,0 +1,106 @@
+"""Puts the worker's half together: the settings, the model, the store, and what vLLM has beside us.
+
+It is imported only in a process that has the model's caches. It decides nothing about rows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import weakref
+
+import torch
+
+from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
+from lmcache_hs_backend.integrations.vllm.compat import VLLM_VERSION, VllmConfig, get_kv_transfer_group
+from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
+from lmcache_hs_backend.integrations.vllm.files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks, find_store
+from lmcache_hs_backend.integrations.vllm.sequence import HASH_ALGORITHM, Keying
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
+from lmcache_hs_backend.integrations.vllm.worker import Worker
+from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
+
+logger = logging.getLogger(__name__)
+
+
+def worker(vllm_config: VllmConfig, settings: ConnectorSettings, keying: Keying, caches: torch.Tensor) -> Worker:
+    """The worker's half over vLLM's cache of hidden states ``[num_blocks, num_layers, block_size, hidden_dim]``.
+
+    Raises ConfigError for settings that do not go together.
+    """
+    cache = HiddenStatesCache(caches)
+    capture, engine, files = None, None, None
+    if settings.to_tiers:
+        capture, engine = _capture(settings, _model(vllm_config, settings, keying, cache))
+    if settings.to_files:
+        files = RequestFiles(settings.save_roots, settings.num_writer_threads, lock=settings.use_synchronization_lock)
+    made = Worker(cache, capture, files, engine)
+    atexit.register(_close, weakref.ref(made))  # vLLM's engine in this process ends without a word
+    places = [f"chunks in {capture.store.directory}"] if capture else []
+    places += [f"files in {settings.shared_storage_path}"] if files else []
+    logger.info("hidden states of layers %s go to %s", _layer_ids(vllm_config), " and ".join(places))
+    return made
+
+
+def _close(made: weakref.ref[Worker]) -> None:
+    alive = made()
+    if alive is not None:
+        alive.close()
+
+
+def _capture(settings: ConnectorSettings, model: Model) -> tuple[Capture, EngineChunks | None]:
+    store = find_store(getattr(get_kv_transfer_group(), "sub_connectors", ()))
+    if store is None:
+        return Capture(settings, model), None
+    if store.chunk_size != settings.chunk_size:
+        raise ConfigError(
+            f"{label('chunk_size')} is {settings.chunk_size}, but must be {store.chunk_size} as in LMCache, "
+            f"whose hidden-state store is used"
+        )
+    if store.allowed is not None and store.allowed.isdisjoint(model.layer_idxs):
+        raise ConfigError(
+            f"hidden_state_layers of LMCache, whose hidden-state store is used, is {sorted(store.allowed)}, but must "
+            f"name at least one of the layers {model.layer_idxs}"
+        )
+    return Capture(settings, model, store.tiers, store.allowed), EngineChunks(store)
+
+
+def _layer_ids(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """The layers of the cache in its order: vLLM sorts what was configured and drops duplicates."""
+    config = vllm_config.speculative_config.draft_model_config.hf_config
+    return tuple(sorted(set(config.eagle_aux_hidden_state_layer_ids)))
+
+
+def _model(vllm_config: VllmConfig, settings: ConnectorSettings, keying: Keying, cache: HiddenStatesCache) -> Model:
+    model = vllm_config.model_config
+    layer_ids = _layer_ids(vllm_config)
+    if len(layer_ids) != cache.num_layers:
+        raise ConfigError(f"eagle_aux_hidden_state_layer_ids must be {cache.num_layers} different numbers")
+    num_layers = model.get_total_num_hidden_layers()
+    revision = settings.model_revision
+    ident = NamespaceId(
+        model=model.model,
+        model_revision=(model.revision or local_model_revision(model.model)) if revision is None else revision,
+        kv_dtype=keying.dtype,
+        chunk_size=settings.chunk_size,
+        hash_algorithm=HASH_ALGORITHM,
+    )
+    capture = {
+        "source": "vllm",
+        "version": VLLM_VERSION,
+        "layer_ids": "vllm",  # id k: the stream after k layers, so id num_layers is before the final norm
+        "layers": list(layer_ids),
+        "num_layers": num_layers,
+        "last_layer": "pre-norm",
+    }
+    served = model.served_model_name
+    labels = {
+        "model_name": model.model,
+        "worker_id": 0,
+        "role": "vllm",
+        "served_model_name": served if isinstance(served, str) else (served or [""])[0],
+    }
+    return Model(ident, keying, layer_ids, json.dumps(capture), labels)
