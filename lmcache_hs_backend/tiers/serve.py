@@ -64,9 +64,7 @@ class Serve:
         try:
             asked_ns = time.monotonic_ns()
             answers = pair.presence([ref.kv_key for ref in refs[: len(entries)]], False)
-            deadline += (
-                time.monotonic_ns() - asked_ns
-            ) / 1e9  # the disk is not to blame for a slow LMCache
+            deadline += (time.monotonic_ns() - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
             with pair.lock:
                 known, miss = self._judge(refs, entries, answers, asked_ns, miss)
             rows = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
