@@ -11,7 +11,7 @@ from lmcache_hs_backend.cli.removal import Doomed, add_removal_arguments, remove
 HELP = "delete the chunks that match"
 EXAMPLE = """\
 Asks before it deletes. Needs at least one option that chooses, or --all. Namespaces that a running engine holds are
-left alone, with exit status 1: there, engine.clear() deletes.
+left alone, with exit status 1: there, engine.hidden_state_store.clear() deletes.
 
 examples:
   lmcache-hs-inspect rm /mnt/nvme/hs --model 'org/old-*' --dry-run

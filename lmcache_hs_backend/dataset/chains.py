@@ -60,6 +60,9 @@ def leaves(forest: Forest, report: Report) -> list[Sample]:
 # -- requests --------------------------------------------------------------------------------------------
 
 
+_RECORD_VERSION = 1
+
+
 class RequestRecord(NamedTuple):
     """One line of a ``sequences/*.jsonl``: what a request left in the tiers.
 
@@ -79,12 +82,14 @@ class RequestRecord(NamedTuple):
         """Raises ValueError for a line that is no such record."""
         try:
             record: dict[str, Any] = json.loads(line)
+            if record.get("version", _RECORD_VERSION) != _RECORD_VERSION:
+                raise ValueError(f"a request record of version {record['version']!r}, not {_RECORD_VERSION}")
             prompt, rows = int(record["prompt_tokens"]), int(record["num_tokens"])
             result = cls(
                 str(record["request_id"]), prompt, rows,
                 bytes.fromhex(record["prefix"]), bytes.fromhex(record["parent_prefix"]),
             )  # fmt: skip
-        except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a request record: {error!r}") from None
         if rows < 1 or prompt < 0 or len(result.prefix) != 16 or len(result.parent_prefix) not in (0, 16):
             raise ValueError("not a request record: a length or digest is impossible")

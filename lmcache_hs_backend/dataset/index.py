@@ -126,11 +126,6 @@ class ChunkIndex:
         """What the writers of the chunks knew about them, each text once."""
         return list(self._captures)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files, each chunk counted once."""
-        return sum(chunk.files[0].layout.size for chunk in self.chunks)
-
     def chain(self, position: int) -> list[int]:
         """The chunks from a sequence's first to this one."""
         chain = []

@@ -32,11 +32,10 @@ _TOLERANCE = 0.05
 class FinalNorm:
     """RMSNorm, or LayerNorm where the checkpoint has a bias, over ``[..., hidden_size]``."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, path: str) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
         self.weight = weight.float()
         self.bias = None if bias is None else bias.float()
         self.eps = eps
-        self.path = path
 
     @classmethod
     def load(cls, path: str) -> FinalNorm:
@@ -56,7 +55,7 @@ class FinalNorm:
             raise DatasetError(f"--final-norm {path}: config.json has none of {', '.join(_EPS)}")
         if str(text.get("model_type", config.get("model_type"))) in _PLUS_ONE:
             weight = weight + 1
-        return cls(weight, bias, eps, path)
+        return cls(weight, bias, eps)
 
     @property
     def hidden_size(self) -> int:

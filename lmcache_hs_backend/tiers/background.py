@@ -1,7 +1,7 @@
 """One daemon thread with an asyncio loop, for everything slow that nobody waits for.
 
-Records, recovery and periodic chores are coroutines here. They touch the disk only through aiofiles on
-the I/O threads, so a disk that hangs stalls a coroutine and not this thread.
+Opening, recovery and periodic chores are coroutines here. They touch the disk only on the I/O threads, so a
+disk that hangs stalls a coroutine and not this thread.
 """
 
 from __future__ import annotations

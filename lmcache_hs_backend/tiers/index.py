@@ -69,10 +69,10 @@ class Entry:
     hot: dict[int, Slot] = field(default_factory=dict)
     filed: FileLayout | None = None
     file_bytes: int = 0
-    # What the writer needs beyond the rows; dropped as soon as the file has it.
+    # What the writer needs beyond the rows; kept while there are rows in RAM.
     meta: ChunkMeta | None = None
     ids: bytes = b""
-    # Recovered layers that no store has been answered for yet (see TieredStore.store).
+    # Recovered layers that no store has been answered for yet (see Intake.store).
     uncounted: frozenset[int] = frozenset()
     leases: int = 0  # users of the slots: readers, writers
     claimed: bool = False  # a write of this chunk is under way

@@ -1,8 +1,10 @@
 """From rows in host memory to chunks in the tiers, and to request records.
 
-The engine's thread only asks whether a chunk is wanted and hands rows over; storing, dropping tails and
-writing records happens on one thread here, in order. Memory on the way is bounded: when the tiers are
-slower than the model for too long, chunks are dropped and counted, serving goes on. This module imports no vLLM.
+The engine's thread asks whether a chunk is wanted and hands rows over; storing, dropping tails and writing
+records happens on one thread here, in order. Rows that are in host memory already are stored by the engine's
+thread itself, without a second copy; for room it waits ``store_wait_ms`` at most, and it never does file I/O. Memory
+on the way is bounded: when the tiers are slower than the model for too long, chunks are dropped and counted, serving
+goes on. This module imports no vLLM.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ that does not end with a newline was being written when the process died. Nothin
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import Any
@@ -53,7 +54,11 @@ class RecordWriter:
             self.close()
             self._fd = self._open_next()
             self._size = 0
-        self._size += os.write(self._fd, line)
+        written = os.write(self._fd, line)
+        if written != len(line):  # the next record would be glued to it
+            self.close()
+            raise OSError(errno.ENOSPC, "a record was cut short", self._directory)
+        self._size += written
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -2,7 +2,8 @@
 
 It runs on the engine's thread of the process that has the device, and only on the tensor-parallel rank
 that writes (rank 0; all ranks have the same rows). Every step tells it which rows have become final, and
-it takes them between two forwards. What it never does is wait for a disk.
+it takes them between two forwards. What it never does is file I/O; for room it waits
+``store_wait_ms`` at most.
 
 Rows are read only where a forward has written them. Two things leave blocks of the cache without: KV that
 another connector loads (the scheduler's half names those blocks), and steps in which vLLM leaves the
