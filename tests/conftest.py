@@ -6,6 +6,7 @@ Nothing here imports lmcache before a test asks for an engine: most tests run wi
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,15 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _our_logs_reach_pytest() -> None:
+    """Undo what an engine of an earlier test has done to our loggers: LMCache's do not propagate to caplog."""
+    logger = logging.getLogger("lmcache_hs_backend")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 import torch
 from disks import INJECTED, FaultyDisk
 from prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, settings
-from test_surroundings import run_python
+from test_surroundings import PLAIN, run_python
 from waiting import wait_until
 
 from lmcache_hs_backend import chunkfile
@@ -58,7 +58,7 @@ from disks import FaultyDisk
 from prompts import *
 from waiting import wait_until
 """
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, env=PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

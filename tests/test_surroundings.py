@@ -50,6 +50,10 @@ def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt,
     return p, x
 
 
+#: LMCache points Prometheus to a directory of this process's user, which its children of another user cannot write.
+PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("PROMETHEUS_")}
+
+
 def run_python(code: str, cold_path: Path, user: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a program that starts with a store ``s`` on ``cold_path``, with everything of prompts.py at hand.
 
@@ -77,7 +81,9 @@ def demote():
         while s._pair.hot._evict_one():
             pass
 """
-    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, check=False, env=PLAIN
+    )
 
 
 # -- the directory ---------------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ class Crew:
 
         Raises what a copy raises, when nobody works on any of them any more.
         """
-        pieces = _pieces(pairs)
-        helpers = min(len(pieces), torch.get_num_threads(), self._threads + 1) - 1
-        if len(pairs) == 1 and not reading and not helpers:
+        if len(pairs) == 1 and not reading and _row_bytes(pairs[0]) * len(pairs[0][0]) <= _PIECE_BYTES:
             with torch.inference_mode():
                 pairs[0][0].copy_(pairs[0][1])
             return
+        pieces = _pieces(pairs)
+        helpers = min(len(pieces), torch.get_num_threads(), self._threads + 1) - 1
         work = _Work(pieces)
         if helpers > 0 and not reading:
             self._mover.enlist([_Help(work) for _ in range(helpers)])
@@ -120,7 +120,7 @@ def _pieces(pairs: Sequence[Pair]) -> list[list[Pair]]:
     pieces: list[list[Pair]] = []
     room = 0
     for target, source in pairs:
-        row_bytes = target.shape[1] * max(target.itemsize, source.itemsize)
+        row_bytes = _row_bytes((target, source))
         step = max(1, _PIECE_BYTES // row_bytes)
         for begin in range(0, target.shape[0], step):
             pair = target[begin : begin + step], source[begin : begin + step]
@@ -131,6 +131,12 @@ def _pieces(pairs: Sequence[Pair]) -> list[list[Pair]]:
             pieces[-1].append(pair)
             room -= nbytes
     return pieces
+
+
+def _row_bytes(pair: Pair) -> int:
+    """Bytes of a row, on the side where it is larger."""
+    target, source = pair
+    return target.shape[1] * max(target.itemsize, source.itemsize)
 
 
 def _copy(piece: Sequence[Pair]) -> None:
