@@ -52,6 +52,15 @@ class RawDisk:
     def read(self, paths: Sequence[str], depth: int) -> None:
         self._each(depth, len(paths), lambda number: self._read_one(paths[number], self._views[number]))
 
+    def read_and(self, paths: Sequence[str], depth: int, use: Callable[[int], None]) -> None:
+        """Read, and have each file's thread ``use`` it as soon as it is there."""
+
+        def work(number: int) -> None:
+            self._read_one(paths[number], self._views[number])
+            use(number)
+
+        self._each(depth, len(paths), work)
+
     def write(self, paths: Sequence[str], depth: int) -> None:
         """Write new files; no rename, no sync."""
         self._each(depth, len(paths), lambda number: self._write_one(paths[number], self._views[number]))

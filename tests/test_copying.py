@@ -50,7 +50,13 @@ def test_rows_are_copied_whole_and_converted(shape, source_dtype, target_dtype, 
     assert torch.equal(target, source.to(target_dtype))
 
 
-SHAPES = [[(1, 1)], [(256, 4096)] * 3, [(3000, 4096)], [(16, 64)] * 50, [(7, 5), (5000, 600), (1, 1)]]
+SHAPES = [
+    [(1, 1)],
+    [(256, 4096)] * 7,
+    [(3000, 4096)],
+    [(16, 64)] * 50,
+    [(7, 5), (5000, 600), (1, 1), (9, 9), (2, 4096)],
+]
 
 
 @pytest.fixture
@@ -89,7 +95,7 @@ def test_a_crew_whose_threads_are_all_busy_copies_without_them(mover):
     gate = threading.Event()
     calls = [mover.call(lambda: gate.wait(20)) for _ in range(3)]
     source, target = torch.randn(4096, 4096), torch.zeros(4096, 4096)
-    Crew(mover, 3).copy([(target, source)])
+    Crew(mover, 3).copy(list(zip(target.split(512), source.split(512), strict=True)))
     assert torch.equal(target, source)
     assert not mover._others, "nothing is left behind for threads that are busy"
     gate.set()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
 from benchmarks import disk
 from benchmarks.context import NO_VLLM, Context
@@ -14,6 +15,7 @@ from benchmarks.figures import Result, times_table
 from benchmarks.measuring import Step, fastest, interleaved, median, quotients
 from benchmarks.peers import peers_of
 from benchmarks.workload import Stores, expect, new_prompt, random_rows
+from lmcache_hs_backend.tiers.copying import copy_alone, work_alone
 
 TITLE = "Cold retrieve"
 
@@ -64,6 +66,28 @@ def run(context: Context) -> Result:
             name: Step(lambda d=depth: raw.read(files, d), lambda: disk.leave_page_cache(files))
             for name, depth in depths.items()
         }
+        read_rows = [
+            torch.frombuffer(raw.rows_read(n), dtype=rows.dtype).view(size.chunk, -1) for n in range(len(files))
+        ]
+
+        def bare(targets: torch.Tensor) -> Callable[[int], None]:
+            def use(number: int) -> None:
+                work_alone()
+                xxh3_64_hexdigest(raw.rows_read(number))
+                copy_alone(targets[number * size.chunk : (number + 1) * size.chunk], read_rows[number])
+
+            return use
+
+        whole = {"float32": torch.zeros(tokens, size.hidden), "native": torch.zeros_like(rows)}
+        limits = {
+            f"raw read, xxh3, copy_ to {kind}, {depth} at a time": (kind, depth)
+            for kind in whole
+            for depth in size.depths[-2:]
+        }
+        for name, (kind, depth) in limits.items():
+            steps[name] = Step(
+                lambda k=kind, d=depth: raw.read_and(files, d, bare(whole[k])), lambda: disk.leave_page_cache(files)
+            )
         steps["retrieve, float32"] = Step(lambda: stores.ours.retrieve_hidden_states(ids), cold(stores))
         steps["retrieve, native"] = Step(lambda: stores.ours.retrieve_layers(ids, [0], None), cold(stores))
         steps["retrieve through a pool of a quarter"] = Step(
@@ -100,6 +124,13 @@ def run(context: Context) -> Result:
     best = times[fastest(times, list(depths))]
     got, native = times["retrieve, float32"], times["retrieve, native"]
     result.figure("cold.retrieve_vs_raw", "retrieve cold, share of the raw read", quotients(best, got), at_least=0.9)
+    for kind, ours in (("float32", got), ("native", native)):
+        bound = times[fastest(times, [name for name, (k, _) in limits.items() if k == kind])]
+        result.figure(
+            f"cold.limit_{kind}", f"… the limit: raw read, xxh3 and copy_ to {kind}, share of the raw read",
+            quotients(best, bound),
+        )  # fmt: skip
+        result.figure(f"cold.{kind}_vs_limit", f"… retrieve cold, {kind}, share of that limit", quotients(bound, ours))
     for key, name in (
         ("disk_backend", "LocalDiskBackend"),
         ("disk_backend_direct", "LocalDiskBackend, use_odirect"),

@@ -2,9 +2,9 @@
 
 torch copies a large tensor with a team of OpenMP threads: one more core for one copy, at the price of waiting for
 the slowest of them, and of threads that spin for more work afterwards. Where cores are busy, which on a server is
-the rule, the price is a turn of the scheduler for *each* copy: 16 scattered chunks took 116 ms instead of 10. So a
-team is formed for one piece alone; of more pieces, whoever has time takes the next. I/O threads form no teams
-either, and neither does a caller beside them: they would get in the way of reading.
+the rule, the price is a turn of the scheduler for *each* copy: 16 scattered chunks took 116 ms instead of 10. So
+teams are for few copies, or large ones; of many small ones, whoever has time takes the next. I/O threads form no
+teams either, and neither does a caller beside them: they would get in the way of reading.
 
 The size of a team is a property of the thread that forms it (OpenMP's nthreads-var). ``torch.set_num_threads`` also
 changes what threads to come start with, so OpenMP is asked directly. This module knows nothing of chunks.
@@ -31,6 +31,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so", "libomp.dylib")
 #: at::internal::GRAIN_SIZE: smaller tensors are copied by the calling thread.
 _SERIAL_NUMEL = 32768
+#: So few copies that forming a team for each does not count.
+_FEW_PAIRS = 4
+#: So large that forming a team for it does not count.
+_TEAM_BYTES = 32 << 20
 #: Bytes that a thread takes at a time: enough to be worth waking one, little enough to end together.
 _PIECE_BYTES = 4 << 20
 
@@ -48,15 +52,16 @@ class Crew:
 
         Raises what a copy raises, when nobody works on any of them any more.
         """
-        if len(pairs) == 1 and not reading and _row_bytes(pairs[0]) * len(pairs[0][0]) <= _PIECE_BYTES:
+        if not reading and (len(pairs) <= _FEW_PAIRS or all(_nbytes(pair) >= _TEAM_BYTES for pair in pairs)):
             with torch.inference_mode():
-                pairs[0][0].copy_(pairs[0][1])
+                for target, source in pairs:
+                    target.copy_(source)
             return
         pieces = _pieces(pairs)
         helpers = min(len(pieces), torch.get_num_threads(), self._threads + 1) - 1
         work = _Work(pieces)
-        if helpers > 0 and not reading:
-            self._mover.enlist([_Help(work) for _ in range(helpers)])
+        if helpers > 0:
+            self._mover.enlist([_Help(work) for _ in range(helpers)], only_idle=not reading)
         with alone():
             work.finish()
 
@@ -137,6 +142,10 @@ def _row_bytes(pair: Pair) -> int:
     """Bytes of a row, on the side where it is larger."""
     target, source = pair
     return target.shape[1] * max(target.itemsize, source.itemsize)
+
+
+def _nbytes(pair: Pair) -> int:
+    return pair[0].shape[0] * _row_bytes(pair)
 
 
 def _copy(piece: Sequence[Pair]) -> None:

@@ -99,9 +99,10 @@ class Intake:
         finally:
             with pair.lock:
                 demand.set(0)
-        with pair.lock:
-            entries = [pair.index.get(ref.name) for ref in refs]
-            pair.index.touch([entry for entry in entries if entry is not None])
+        if wants:  # else the plan has touched them all
+            with pair.lock:
+                entries = [pair.index.get(ref.name) for ref in refs]
+                pair.index.touch([entry for entry in entries if entry is not None])
         pair.metrics.add("stored_chunks", stored)
         return stored
 
@@ -122,20 +123,27 @@ class Intake:
                 self._pair.metrics.loss("collision", len(refs) - number)
                 refs = refs[:number]
                 break
-            if present:
-                self._pair.confirm(entry, ref.kv_key)
-            found = [entry.spec(spec.layer_idx) for spec in specs]
-            if any(old is not None and old.hidden_dim != new.hidden_dim for old, new in zip(found, specs, strict=True)):
+            missing, reshaped = [], False
+            for spec in specs:
+                old = entry.spec(spec.layer_idx)
+                if old is None:
+                    missing.append(spec)
+                elif old.hidden_dim != spec.hidden_dim:
+                    reshaped = True
+            if reshaped:
                 # The same tokens with rows of another width: of another model, under a name that has not changed.
                 self._pair.metrics.loss("reshaped")
                 self._pair.forget(entry)
                 wants.append(_Want(ref, specs, present, counted=False))
                 continue
+            if present:
+                self._pair.confirm(entry, ref.kv_key)
             known.append(entry)
-            counted = bool(entry.uncounted & layer_idxs)
-            entry.uncounted -= layer_idxs
-            stored += counted
-            missing = [spec for spec, old in zip(specs, found, strict=True) if old is None]
+            counted = False
+            if entry.uncounted:
+                counted = bool(entry.uncounted & layer_idxs)
+                entry.uncounted -= layer_idxs
+                stored += counted
             if missing and len(missing) + len(entry.layer_idxs()) <= MAX_LAYERS:
                 wants.append(_Want(ref, missing, present, counted))
         index.touch(known)  # what this prompt already has shall not leave to make room for its rest

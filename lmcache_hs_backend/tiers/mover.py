@@ -141,10 +141,14 @@ class Mover:
 
     # -- without it ------------------------------------------------------------------------------------
 
-    def enlist(self, ops: Sequence[FileOp]) -> None:
-        """Have threads that are idle at this moment do these; when there are fewer of them, the rest is not done."""
+    def enlist(self, ops: Sequence[FileOp], *, only_idle: bool) -> None:
+        """Have threads do these that are idle at this moment, or that will be when the reads before it are over.
+
+        ``only_idle``: when there are fewer of them, the rest is not done, so nothing piles up behind a disk that hangs.
+        """
         with self._lock:
-            for op in ops[: max(0, self._idle - len(self._reads) - len(self._others))]:
+            idle = max(0, self._idle - len(self._reads) - len(self._others))
+            for op in ops[:idle] if only_idle else ops:
                 self._enqueue(op)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
