@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -383,3 +389,22 @@ class TestBesideARunningStore:
         assert torch.equal(got, rows[: 5 * CHUNK])
         assert store.stats()["drops_bad_file"] == 1
         assert torch.equal(store.retrieve(prompts[1][0], [0], None)[0], prompts[1][1])
+
+
+def test_on_a_terminal_a_bar_shows_how_far_it_is(cold: Path) -> None:
+    add_prompt(namespace(cold), tokens_of(5 * CHUNK))
+    terminal, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("4H", 40, 200, 0, 0))
+    command = [*PROGRAM, "verify", str(cold)]
+    process = subprocess.Popen(command, env=environment() | {"TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=side)
+    os.close(side)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal whose other side is closed
+        while more := os.read(terminal, 65536):
+            shown += more
+    os.close(terminal)
+    assert process.wait(60) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert "reading files" in text
+    assert "41.0/41.0 kB" in text
+    assert re.search(r"following chains .* 5/5", text)
