@@ -10,8 +10,12 @@ import pytest
 import uvicorn
 from engines import CHUNK, rows_of, tokens_of
 from fastapi import FastAPI
-from lmcache.v1.internal_api_server.common.metrics_api import router
 from waiting import wait_until
+
+try:
+    from lmcache.v1.internal_api_server.common.metrics_api import router
+except ModuleNotFoundError:  # lmcache 0.5.7rc2 has one for the in-process engine and the server
+    from lmcache.v1.multiprocess.http_apis.common.metrics_api import router
 
 
 @pytest.fixture
