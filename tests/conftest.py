@@ -27,6 +27,16 @@ def _our_logs_reach_pytest() -> None:
 
 
 @pytest.fixture
+def disk() -> Iterator[Any]:
+    """A FaultyDisk; whatever hangs in it at the end goes on."""
+    from disks import FaultyDisk
+
+    disk = FaultyDisk()
+    yield disk
+    disk.resume()
+
+
+@pytest.fixture
 def cold_path(tmp_path: Path) -> Path:
     return tmp_path / "cold"
 

@@ -100,6 +100,17 @@ def opened(
         count_drops(store.stats())
 
 
+def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt, torch.Tensor]:
+    """A prompt whose rows are on disk and not in RAM."""
+    p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
+    assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
+    assert store.flush(10) == 0
+    with store._pair.lock:
+        while store._pair.hot._evict_one():
+            pass
+    return p, x
+
+
 def chunk_files(cold_path: Any) -> list[Any]:
     """The chunk files that a cold path serves from."""
     return sorted(cold_path.glob("*/[0-9a-f][0-9a-f]/*.safetensors"))

@@ -13,24 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from disks import INJECTED
-from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows
+from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, chunk_files, on_disk, opened
 from safetensors.torch import save_file
 from waiting import wait_until
 
 from lmcache_hs_backend.tiered import TieredStore
 
 FOREVER = 3600.0
-
-
-def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt, torch.Tensor]:
-    """A prompt whose rows are on disk and not in RAM."""
-    p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
-    assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
-    assert store.flush(10) == 0
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
-    return p, x
 
 
 def truncated(path: Path, other: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from disks import INJECTED, FaultyDisk
 from figures import tell
-from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, tokens
+from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, chunk_files, on_disk, opened, prompt, rows, tokens
 from waiting import wait_until
 
 from lmcache_hs_backend.chunkfile import FileLayer
@@ -26,24 +26,6 @@ from lmcache_hs_backend.tiered import TieredStore
 
 MB = 1_000_000
 FOREVER = 3600.0
-
-
-@pytest.fixture
-def disk() -> Iterator[FaultyDisk]:
-    disk = FaultyDisk()
-    yield disk
-    disk.resume()
-
-
-def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt, torch.Tensor]:
-    """A prompt whose rows are on disk and not in RAM."""
-    p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
-    assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
-    assert store.flush(10) == 0
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
-    return p, x
 
 
 # -- disks -------------------------------------------------------------------------------------------------

@@ -19,7 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 from disks import INJECTED, FaultyDisk
-from prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, settings
+from prompts import (
+    CHUNK,
+    IDENT,
+    LAYER_BYTES,
+    check_balance,
+    chunk_files,
+    on_disk,
+    opened,
+    prompt,
+    rows,
+    settings,
+)
 from test_surroundings import PLAIN, run_python
 from waiting import wait_until
 
@@ -28,24 +39,6 @@ from lmcache_hs_backend.tiered import TieredStore
 
 OTHER = IDENT.__class__(**{**IDENT.__dict__, "model": "org/other"})
 SIX_CHUNKS = 6 * (LAYER_BYTES + 8192) / 1024**3
-
-
-@pytest.fixture
-def disk() -> Iterator[FaultyDisk]:
-    disk = FaultyDisk()
-    yield disk
-    disk.resume()
-
-
-def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt, torch.Tensor]:
-    """A prompt whose rows are on disk and not in RAM."""
-    p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
-    assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
-    assert store.flush(10) == 0
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
-    return p, x
 
 
 def program(code: str) -> None:

@@ -16,39 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from disks import INJECTED, FaultyDisk
-from prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows
+from prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, check_balance, chunk_files, on_disk, opened, prompt, rows
 from waiting import wait_until
 
 from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.config import ConfigError
-from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers import index
 from lmcache_hs_backend.tiers.namespace import LOCK, RECORD
-
-
-@pytest.fixture
-def disk() -> Iterator[FaultyDisk]:
-    disk = FaultyDisk()
-    yield disk
-    disk.resume()
-
-
-def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt, torch.Tensor]:
-    """A prompt whose rows are on disk and not in RAM."""
-    p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
-    assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
-    assert store.flush(10) == 0
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
-    return p, x
-
 
 #: LMCache points Prometheus to a directory of this process's user, which its children of another user cannot write.
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("PROMETHEUS_")}

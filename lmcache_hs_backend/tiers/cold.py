@@ -24,7 +24,7 @@ from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
-from lmcache_hs_backend.tiers.health import DiskHealth
+from lmcache_hs_backend.tiers.health import NO_SPACE, DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
 from lmcache_hs_backend.tiers.mover import Mover
 from lmcache_hs_backend.tiers.namespace import ARCHIVE, QUARANTINE, FoundFile, Namespace, NotOurs, chunk_path, fan_out
@@ -33,7 +33,6 @@ from lmcache_hs_backend.tiers.space import NoRoom, Space
 logger = logging.getLogger(__name__)
 
 _TELL_AGAIN_SEC = 10.0
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 #: Answers that concern one file and not the disk.
 _ONE_FILE = (errno.EACCES, errno.EPERM, errno.EUCLEAN, errno.EBADMSG)
 #: Answers that concern neither, but a limit of this process or a moment.
@@ -160,7 +159,7 @@ class ColdTier:
         except OSError as error:
             if error.errno == errno.EFBIG:  # a limit on the size of one file: no room will ever change that
                 raise NoRoom(for_ever=True) from None
-            if error.errno in _NO_SPACE:
+            if error.errno in NO_SPACE:
                 self._metrics.add("errors_disk_full")
                 self.health.pause(f"no space left: {error}")
                 raise NoRoom(for_ever=False) from None
@@ -204,7 +203,7 @@ class ColdTier:
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:  # what is left after a short write is not aligned
                 temporary, layout = write(False)
-            elif error.errno in _NO_SPACE and self.space.evict_for_disk(nbytes):
+            elif error.errno in NO_SPACE and self.space.evict_for_disk(nbytes):
                 temporary, layout = self._after_eviction(folder, write)
             else:
                 raise
