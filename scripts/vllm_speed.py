@@ -1,11 +1,12 @@
-"""Generation with HSTieredConnector beside vLLM's example connector: throughput and peak memory, in turn.
+"""Generation with HSTieredConnector beside vLLM's example connector: throughput and peak memory.
 
     python scripts/vllm_speed.py MODEL [--rounds N]
 
-Both run the same prompts in the same configuration, each in processes of its own, alternating, and ours with
-the default hot tier. The example connector is changed only so far that it runs on a CPU
-(tests/vllm/example_on_cpu.py). Ends with status 1 when the medians are not what they must be. Needs an
-environment with vLLM; scripts/test_vllm.sh makes one.
+Throughput is measured in one engine that has both connectors, which take turns batch by batch (tests/vllm/in_turn.py),
+and a ratio is taken within a round: engines in processes of their own differ by a quarter, and a machine that others
+use by a factor of two within minutes. Memory is that of engines of their own, ours with the default hot tier. The
+example connector is changed only so far that it runs on a CPU (tests/vllm/example_on_cpu.py). Ends with status 1
+when a figure is not what it must be. Needs an environment with vLLM; scripts/test_vllm.sh makes one.
 """
 
 from __future__ import annotations
@@ -23,65 +24,80 @@ sys.path[:0] = [str(TESTS / "vllm"), str(TESTS)]
 from english import different  # noqa: E402 - found by the line above
 from vllm_run import run  # noqa: E402
 
-#: At least this part of the example's throughput, by the clock or (on a machine that others use too) by CPU time.
+NAMES = ("HSTieredConnector", "example connector")
+#: At least this part of the example's throughput.
 LEAST_SPEED = 0.9
 #: No more memory than the example, give or take what two runs of the same connector differ by.
 MOST_MEMORY = 1.005
+PROMPTS = 32
+WARM_UP = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=12, help="of one batch each, for the throughput")
+    parser.add_argument("--engines", type=int, default=3, help="of each connector, for the memory")
     options = parser.parse_args()
-    figures: dict[str, list[dict[str, Any]]] = {"HSTieredConnector": [], "example connector": []}
-    for _ in range(options.rounds):
-        for name in figures:
-            with tempfile.TemporaryDirectory() as directory:
-                figures[name].append(measure(Path(directory), options.model, ours=name == "HSTieredConnector"))
-                print(f"{name}: {figures[name][-1]}", flush=True)
-    medians = {
-        name: {key: statistics.median(found[key] for found in runs) for key in runs[0]}
-        for name, runs in figures.items()
-    }
-    print("\nmedians of", options.rounds)
-    for name, found in medians.items():
-        print(
-            f"  {name:20} {found['tokens_per_sec']:8.1f} tokens/s  {found['tokens_per_cpu_sec']:8.1f} tokens/CPU s  "
-            f"peak {found['peak_mb']:.0f} MB"
-        )
-    ours, theirs = medians["HSTieredConnector"], medians["example connector"]
-    clock, cpu, memory = (ours[key] / theirs[key] for key in ("tokens_per_sec", "tokens_per_cpu_sec", "peak_mb"))
-    print(f"  ratio: {clock:.3f} by the clock, {cpu:.3f} by CPU time, memory {memory:.4f}")
-    return int(max(clock, cpu) < LEAST_SPEED or memory > MOST_MEMORY)
+    ratio = throughput(options.model, options.rounds)
+    memory = peak_memory(options.model, options.engines)
+    return int(ratio < LEAST_SPEED or memory > MOST_MEMORY)
 
 
-def measure(directory: Path, model: str, *, ours: bool) -> dict[str, float]:
-    """One engine: a batch to warm up, then another, measured."""
-    prompts = different(40)
-    connector = {"cold_path": str(directory / "cold"), "max_cold_size": 2}
-    result = run(
-        directory,
-        {
-            "llm": {"model": model, "max_model_len": 1024, "max_num_batched_tokens": 512},
-            "connector": connector if ours else None,
-            "storage": str(directory / "files"),
-            "batches": [
-                {"prompts": prompts[:4], "sampling": {"max_tokens": 8}},
-                {
-                    "prompts": prompts[4:], "sampling": {"max_tokens": 32, "ignore_eos": True},
-                    "kv": {"include_output_tokens": True},
-                },
-            ],
-        },
-    )  # fmt: skip
-    batch = result["batches"][1]
-    tokens = sum(len(request["ids"]) for request in batch["requests"])
+def throughput(model: str, rounds: int) -> float:
+    """Ours over the example's, the median of the rounds."""
+    batches = []
+    for number in range(2 * (rounds + WARM_UP)):
+        connector = (number + number // 2) % 2  # whoever was first in one round is second in the next
+        batches.append(batch(number, connector=connector))
+    results = run_engine(model, batches, connector={}, in_turn=True)["batches"][2 * WARM_UP :]
+    speeds: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    for given, result in zip(batches[2 * WARM_UP :], results, strict=True):
+        tokens = sum(len(request["ids"]) for request in result["requests"])
+        speeds[given["kv"]["connector"]].append((tokens / result["seconds"], tokens / result["cpu_seconds"]))
+    clock, cpu = ([a[kind] / b[kind] for a, b in zip(*speeds.values(), strict=True)] for kind in (0, 1))
+    print("tokens/s round by round, and their ratio:")
+    for ours, theirs in zip(*speeds.values(), strict=True):
+        print(f"  {ours[0]:7.1f} {theirs[0]:7.1f}   {ours[0] / theirs[0]:.3f}")
+    low, median, high = statistics.quantiles(clock, n=4)
+    for number, name in enumerate(NAMES):
+        print(f"{name}: {statistics.median(speed for speed, _ in speeds[number]):.1f} tokens/s")
+    print(f"throughput: {median:.3f} ({low:.3f} to {high:.3f}), by CPU time {statistics.median(cpu):.3f}", flush=True)
+    return median
+
+
+def peak_memory(model: str, engines: int) -> float:
+    """Ours over the example's: the sum over all processes, the median of some engines."""
+    peaks: dict[str, list[float]] = {name: [] for name in NAMES}
+    for _ in range(engines):
+        for name in NAMES:
+            result = run_engine(model, [batch(0), batch(1)], connector={} if name == NAMES[0] else None)
+            peaks[name].append(sum(process["peak"] for process in result["processes"]) / 1024)
+    for name, found in peaks.items():
+        print(f"{name}: peak {', '.join(f'{peak:.0f}' for peak in found)} MB")
+    ratio = statistics.median(peaks[NAMES[0]]) / statistics.median(peaks[NAMES[1]])
+    print(f"memory: {ratio:.4f}")
+    return ratio
+
+
+def batch(number: int, **kv: Any) -> dict[str, Any]:
+    """Prompts with other tokens for every number, or a prefix cache would save the work."""
     return {
-        "tokens_per_sec": tokens / batch["seconds"],
-        "tokens_per_cpu_sec": tokens / batch["cpu_seconds"],
-        "peak_mb": sum(process["peak"] for process in result["processes"]) / 1024,
+        "prompts": [text.replace("user\n", f"user\n({number}) ", 1) for text in different(PROMPTS)],
+        "sampling": {"max_tokens": 32, "ignore_eos": True},
+        "kv": {"include_output_tokens": True, **kv},
     }
+
+
+def run_engine(model: str, batches: list[dict[str, Any]], *, connector: dict[str, Any] | None, **more: Any) -> Any:
+    """``connector`` None: vLLM's example."""
+    with tempfile.TemporaryDirectory() as path:
+        directory = Path(path)
+        if connector is not None:
+            connector = {"cold_path": str(directory / "cold"), "max_cold_size": 8, **connector}
+        llm = {"model": model, "max_model_len": 1024, "max_num_batched_tokens": 512}
+        spec = {"llm": llm, "connector": connector, "storage": str(directory / "files"), "batches": batches, **more}
+        return run(directory, spec, timeout=1800)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from reference import ColdPath
 from safetensors.torch import load_file
 from waiting import wait_until
 
-from lmcache_hs_backend.chunk import prefix_digests
+from lmcache_hs_backend.chunk import chunk_name, prefix_digests
 from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.integrations.vllm import capture
 from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
 from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
 from lmcache_hs_backend.integrations.vllm.files import RequestFiles, confined, default_path
@@ -29,7 +30,7 @@ from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, S
 from lmcache_hs_backend.integrations.vllm.records import RecordWriter
 from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Image, Keying
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
-from lmcache_hs_backend.integrations.vllm.tails import Tails
+from lmcache_hs_backend.integrations.vllm.tails import Tails, shorter
 from lmcache_hs_backend.integrations.vllm.worker import Worker
 from lmcache_hs_backend.tiers.namespace import NamespaceId
 
@@ -75,25 +76,43 @@ def test_the_image_under_placeholders_is_part_of_a_name_from_its_chunk_on() -> N
 
 def test_a_tail_is_superfluous_when_a_longer_chunk_begins_with_it() -> None:
     tails = Tails(KEYING, CHUNK)
-    sequence = ChunkedSequence(KEYING, CHUNK)
-    ((ref, ids),) = sequence.close(list(range(10)), 10)
-    longer = ChunkedSequence(KEYING, CHUNK)
-    ((long_ref, long_ids),) = longer.close(list(range(16)), 16)
-    tails.add(ref.chunk_hash, ref.parent, ids)
-    assert list(tails.shorter(long_ref.parent, long_ids)) == [ref.chunk_hash]
+    ((ref, ids),) = ChunkedSequence(KEYING, CHUNK).close(list(range(10)), 10)
+    ((long_ref, long_ids),) = ChunkedSequence(KEYING, CHUNK).close(list(range(16)), 16)
+    ((other, other_ids),) = ChunkedSequence(KEYING, CHUNK).close([7] * 12, 12)
+    for chunk, its_ids in ((ref, ids), (other, other_ids)):
+        tails.add(chunk.chunk_hash, chunk.parent, its_ids)
+    outgrown = shorter(long_ref.chunk_hash, long_ref.parent, long_ids, tails.lengths(""))
+    assert outgrown[ids] == ref.chunk_hash
+    assert other.chunk_hash not in outgrown.values()
     assert tails.longer(ref.chunk_hash, ref.parent, ids) is None
     tails.add(long_ref.chunk_hash, long_ref.parent, long_ids)
     assert tails.longer(ref.chunk_hash, ref.parent, ids) == long_ref.chunk_hash
-    tails.forget(long_ref.chunk_hash)
+    assert tails.longer(other.chunk_hash, other.parent, other_ids) is None
+    tails.forget(long_ref.parent, long_ids)
+    tails.forget(long_ref.parent, long_ids)
     assert tails.longer(ref.chunk_hash, ref.parent, ids) is None
 
 
 def test_a_tail_over_an_image_is_not_taken_for_one_over_text() -> None:
     tails = Tails(KEYING, CHUNK)
-    sequence = ChunkedSequence(KEYING, CHUNK, [Image("cat", 2, 5)])
-    ((ref, ids),) = sequence.close(list(range(10)), 10)
+    cat = Image("cat", 2, 5)
+    ((ref, ids),) = ChunkedSequence(KEYING, CHUNK, [cat]).close(list(range(10)), 10)
     tails.add(ref.chunk_hash, ref.parent, ids)
-    assert list(tails.shorter("", array("q", range(16)).tobytes())) == []
+    assert tails.lengths("") == ()
+    ((text, text_ids),) = ChunkedSequence(KEYING, CHUNK).close(list(range(8)), 8)
+    tails.add(text.chunk_hash, text.parent, text_ids)
+    assert shorter(ref.chunk_hash, ref.parent, ids, tails.lengths("")) == {}
+
+
+def test_tails_are_remembered_much_longer_than_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_hs_backend.integrations.vllm.tails.MOST_RECENT", 4)
+    monkeypatch.setattr("lmcache_hs_backend.integrations.vllm.tails.MOST_PARENTS", 50)
+    tails = Tails(KEYING, CHUNK)
+    for first in range(60):
+        for ref, ids in ChunkedSequence(KEYING, CHUNK).close([first] * 20, 20):
+            tails.add(ref.chunk_hash, ref.parent, ids)
+    parents = [named([first] * 16)[0] for first in range(60)]
+    assert [tails.lengths(parent) for parent in parents] == [()] * 10 + [(4,)] * 50
 
 
 # -- settings --------------------------------------------------------------------------------------------
@@ -329,13 +348,36 @@ def test_a_shorter_request_after_a_longer_one_stores_no_tail_and_names_the_longe
     assert [record["last_chunk"] for record in cold.records()] == [named(list(range(30)))[-1]] * 2
 
 
-def test_tails_of_an_earlier_run_are_known_again(rig: Rig) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_tails_of_an_earlier_run_are_known_again(rig: Rig, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     rig.serve(list(range(20)), [9, 3, 30])
     rig.worker.close()
+    may_look = threading.Event()
+    plain = capture.read_header
+    monkeypatch.setattr(capture, "read_header", lambda *given: may_look.wait(30) and plain(*given))
     again = Rig(rig.directory)
-    again.serve(list(range(30)), [9, 3, 30, 8])
+    if not late:
+        may_look.set()
+        wait_until(lambda: again.capture.idle)
+    takes, _ = again.takes(list(range(30)), [9, 3, 30, 8])
+    again.worker.wrote_hidden_states()
+    again.worker.after_step(Step(tokens=30, takes=takes, written=[(b, True) for b in (9, 3, 30, 8)]))
+    wait_until(lambda: again.capture.store.stats()["written_chunks"] == 1)
+    may_look.set()  # late: the longer chunk came before the tail was known
+    wait_until(lambda: again.capture.idle)
     again.worker.close()
     assert sorted(len(chunk.token_ids) for chunk in ColdPath(str(rig.directory)).chunks) == [14, 16]
+
+
+def test_a_tail_is_stored_when_the_longer_chunk_has_been_deleted(rig: Rig) -> None:
+    rig.serve(list(range(30)), [9, 3, 30, 8])
+    longer = named(list(range(30)))[-1]
+    assert rig.capture.store.drop([chunk_name(KEYING.key(longer))]) == 1
+    rig.serve(list(range(20)), [9, 3, 30])
+    rig.worker.close()
+    cold = ColdPath(str(rig.directory))
+    assert sorted(len(chunk.token_ids) for chunk in cold.chunks) == [4, 16]
+    assert cold.records()[-1]["num_tokens"] == 20
 
 
 def test_blocks_that_no_forward_has_written_are_not_read_until_they_are_written_anew(rig: Rig) -> None:

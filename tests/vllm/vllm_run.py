@@ -6,8 +6,8 @@
 CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours;
 ``beside_last``: after it), ``drafter_limit`` (see limit_drafter),
 ``batches`` (each: ``prompts``, ``sampling``, ``kv``, ``reset``: first forget vLLM's prefix cache, ``probe``: a module
-and a function of it, called in this process with the batch's requests), ``out``. A prompt is text, token ids or some
-of an earlier request's tokens.
+and a function of it, called in this process with the batch's requests), ``in_turn`` (with the example beside ours, see
+in_turn.py), ``out``. A prompt is text, token ids or some of an earlier request's tokens.
 Tests and scripts call ``run`` below, which starts this file as a child.
 """
 
@@ -75,9 +75,13 @@ def llm_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": spec["connector"],
     }
+    example = {**connector, "kv_connector": "ExampleOnCpu", "kv_connector_module_path": "example_on_cpu"}
+    example["kv_connector_extra_config"] = {"shared_storage_path": spec.get("storage")}
     if spec["connector"] is None:
-        connector |= {"kv_connector": "ExampleOnCpu", "kv_connector_module_path": "example_on_cpu"}
-        connector["kv_connector_extra_config"] = {"shared_storage_path": spec["storage"]}
+        connector = example
+    elif spec.get("in_turn"):
+        both = {"kv_connector_extra_config": {"connectors": [connector, example]}}
+        connector = {**example, **both, "kv_connector": "InTurn", "kv_connector_module_path": "in_turn"}
     if "beside" in spec:
         module, name = spec["beside"]
         other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
@@ -118,6 +122,8 @@ def main() -> None:
         prompts = [prompt_of(given, batches) for given in batch["prompts"]]
         if batch.get("reset"):
             assert llm.reset_prefix_cache()
+        if spec.get("in_turn"):
+            await_quiet()
         started, cpu = time.monotonic(), cpu_seconds()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds, cpu = time.monotonic() - started, cpu_seconds() - cpu
@@ -147,6 +153,16 @@ def main() -> None:
     if "beside" in spec:  # its threads may never end
         sys.stdout.flush()
         os._exit(0)
+
+
+def await_quiet() -> None:
+    """Return when the family has nothing left to do: a batch's files shall not be written in the next one's time."""
+    busy = cpu_seconds()
+    while True:
+        time.sleep(0.2)
+        if (now := cpu_seconds()) - busy < 0.03:
+            return
+        busy = now
 
 
 def probe(module: str, function: str, requests: list[dict[str, Any]]) -> Any:

@@ -21,13 +21,13 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, read_header
+from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, Header, read_header
 from lmcache_hs_backend.integrations.vllm.device import HostRows
 from lmcache_hs_backend.integrations.vllm.messages import Finish, Take
 from lmcache_hs_backend.integrations.vllm.records import RecordWriter
 from lmcache_hs_backend.integrations.vllm.sequence import Keying
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
-from lmcache_hs_backend.integrations.vllm.tails import LIMIT, Tails
+from lmcache_hs_backend.integrations.vllm.tails import MOST_PARENTS, MOST_RECENT, Tails, shorter
 from lmcache_hs_backend.integrations.vllm.threads import Threads
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.namespace import NamespaceId, scan_chunks
@@ -98,7 +98,8 @@ class Capture:
         if not self.store.wait_recovered(_RECOVERY_SEC):
             logger.warning("%s: not all chunk files are known yet; some may be captured again", self.store.directory)
         self._thread = Threads(1, "hs-capture", self._chores)
-        self._thread.submit(self._recall_tails)
+        self._recalling = Threads(1, "hs-recall")
+        self._recalling.submit(self._recall)
 
     def count(self, figure: str, chunks: int = 1) -> None:
         """Add to a figure, from any thread."""
@@ -111,8 +112,8 @@ class Capture:
         """Whether the rows of a chunk have to be copied off the device: nobody has them yet."""
         ref = take.ref
         with self._lock:
-            known = ref.name in self._staged or self._tails.longer(ref.chunk_hash, ref.parent, take.ids) is not None
-        if known or self.store.covered([ref.name], self._layer_idxs):
+            known = ref.name in self._staged
+        if known or self.store.covered([ref.name], self._layer_idxs) or self._longer(take) is not None:
             self.count("reused")
             return False
         return True
@@ -152,7 +153,7 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether everything that was put here is on disk and recorded."""
-        return self._thread.idle and not self._unrecorded
+        return self._recalling.idle and self._thread.idle and not self._unrecorded
 
     def rows(self, refs: Sequence[ChunkRef]) -> dict[int, Any]:
         """The rows of a sequence as far as the tiers have them, native dtype: position of layer → rows.
@@ -172,7 +173,8 @@ class Capture:
                 return
             self._closed = True
         deadline = time.monotonic() + _DRAIN_SEC
-        if not self._thread.close(_DRAIN_SEC):
+        self._recalling.close(_DRAIN_SEC)
+        if not self._thread.close(max(0.0, deadline - time.monotonic())):
             logger.warning("hidden states: %d chunk(s) on their way are lost", len(self._staged))
         self.store.flush(max(0.0, deadline - time.monotonic()))
         self._drop_superseded()
@@ -208,12 +210,26 @@ class Capture:
             return
         self._in_ram[ref.name] = None
         with self._lock:
-            tails = list(self._tails.shorter(ref.parent, take.ids))
+            lengths = self._tails.lengths(ref.parent)
             self._tails.add(ref.chunk_hash, ref.parent, take.ids)
-            for tail in tails:
-                self._tails.forget(tail)
-        if tails:
-            self._superseded[ref.name] = [self._tails.name(tail) for tail in tails]
+        for ids, hash_hex in shorter(ref.chunk_hash, ref.parent, take.ids, lengths).items():
+            self._supersede(self._tails.name(hash_hex), ref.name)
+            with self._lock:
+                self._tails.forget(ref.parent, ids)
+
+    def _supersede(self, tail: bytes, longer: bytes) -> None:
+        """There may be such a tail; the longer chunk has all that it has."""
+        if any(self.store.has(tail, self._layer_idxs[0])):
+            self._superseded.setdefault(longer, []).append(tail)
+
+    def _longer(self, take: Take) -> str | None:
+        """The hash of a stored chunk that begins with all tokens of this one and goes on. Any thread."""
+        ref = take.ref
+        with self._lock:
+            longer = self._tails.longer(ref.chunk_hash, ref.parent, take.ids)
+        if longer is None or not self.store.covered([self._tails.name(longer)], self._layer_idxs):
+            return None
+        return longer
 
     def _chores(self) -> None:
         self._leave_ram()
@@ -260,9 +276,7 @@ class Capture:
         """The chunks of a request; where a longer one has made its tail superfluous, that one."""
         refs = list(finish.refs)
         if finish.takes:
-            tail = finish.takes[-1]
-            with self._lock:
-                longer = self._tails.longer(tail.ref.chunk_hash, tail.ref.parent, tail.ids)
+            longer = self._longer(finish.takes[-1])
             if longer is not None:
                 refs[-1] = refs[-1]._replace(chunk_hash=longer, name=self._tails.name(longer))
         return refs
@@ -288,15 +302,33 @@ class Capture:
             self.count("records_lost")
             logger.warning("the record of request %s is not written: %s", finish.req_id, error)
 
-    def _recall_tails(self) -> None:
-        """Remember the most recent chunks of earlier runs, so that their tails can go when they are outgrown."""
+    # -- on a thread of its own -------------------------------------------------------------------------
+
+    def _recall(self) -> None:
+        """Learn of the tails of earlier runs, so that they can go when they are outgrown, most recent last.
+
+        Which files are tails, their sizes tell: a full chunk's is the largest there is.
+        """
         files = FileLayer()
-        found = (file for file in scan_chunks(self.store.directory) if file.name)
-        for file in heapq.nlargest(LIMIT, found, key=lambda file: file.mtime_ns)[::-1]:
+        found = [file for file in scan_chunks(self.store.directory) if file.name]
+        full = max((file.size for file in found), default=0)
+        recent = {file.name for file in heapq.nlargest(MOST_RECENT, found, key=lambda file: file.mtime_ns)}
+        wanted = (file for file in found if file.size < full or file.name in recent)
+        for file in heapq.nlargest(MOST_PARENTS, wanted, key=lambda file: file.mtime_ns)[::-1]:
+            if self._closed:
+                return
             try:
                 header = read_header(files, file.path)
             except (BadChunk, OSError) as error:
                 logger.debug("%s is passed over: %s", os.path.basename(file.path), error)
                 continue
-            with self._lock:
-                self._tails.add(header.meta.chunk_hash, header.meta.parent, header.token_ids)
+            self._recalled(header)
+
+    def _recalled(self, header: Header) -> None:
+        meta, ids = header.meta, header.token_ids
+        with self._lock:
+            longer = self._tails.longer(meta.chunk_hash, meta.parent, ids)
+            self._tails.add(meta.chunk_hash, meta.parent, ids)
+        if longer is not None:  # stored by this process, before this one was known
+            names = self._tails.name(meta.chunk_hash), self._tails.name(longer)
+            self._thread.submit(lambda: self._supersede(*names))
