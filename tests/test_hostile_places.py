@@ -510,3 +510,38 @@ assert store.stats()["drops_close"] == 4
 disk.resume()
 wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("hs-io")])
 """)
+
+
+# -- directories named like files ----------------------------------------------------------------------------
+
+
+def test_a_directory_in_the_place_of_a_file_that_could_not_be_deleted_ends_the_attempts(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with opened(tmp_path, files=disk) as store:
+        on_disk(store, 1)
+        (path,) = chunk_files(tmp_path)
+        disk.errors["unlink"] = errno.EIO
+        store.clear()
+        wait_until(lambda: store.stats()["errors_unlink"] >= 1)
+        path.unlink()
+        path.mkdir()
+        INJECTED["directory named like a chunk"] += 1
+        disk.errors.clear()
+        wait_until(lambda: store.stats()["cold_bytes"] == 0)
+        wait_until(lambda: not store._pair.mover._busy)
+        check_balance(store)
+    assert [aside.name.startswith(f"{path.name}.foreign-") for aside in path.parent.iterdir()] == [True]
+
+
+def test_a_directory_that_has_the_name_of_a_chunk_to_be_written_is_moved_aside(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        p = prompt(2)
+        path = Path(store._pair.cold.path(p.names[1]))
+        (path / "precious").mkdir(parents=True)
+        INJECTED["directory named like a chunk"] += 1
+        assert store.store(p.refs, p.bytes, {0: rows(len(p))}) == 2
+        assert store.flush(10) == 0
+        stats = store.stats()
+        assert (stats["cold_state"], stats["cold_chunks"], stats["errors_write"]) == ("online", 2, 0)
+    assert path.is_file()
+    assert (next(path.parent.glob("*.foreign-*")) / "precious").is_dir()

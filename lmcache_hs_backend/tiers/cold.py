@@ -242,8 +242,12 @@ class ColdTier:
         """Delete the file of an entry. A file that is not there is what was wanted; False: it is still there."""
         try:
             self._check_folder(fan_out(self._directory, entry.name))
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 self._files.unlink(self.path(entry.name))
+            except FileNotFoundError:
+                pass
+            except IsADirectoryError:
+                self._move_aside(self.path(entry.name))
         except OSError as error:
             self._metrics.add("errors_unlink")
             logger.debug("%s cannot be deleted: %s", self.path(entry.name), error)
@@ -333,6 +337,9 @@ class ColdTier:
             except FileNotFoundError:
                 self._make_folder(folder)
                 self._files.rename(source, target)
+            except IsADirectoryError:
+                self._move_aside(target)
+                self._files.rename(source, target)
         except OSError:
             if chunkfile.is_temporary(os.path.basename(source)):
                 with contextlib.suppress(OSError):
@@ -376,9 +383,13 @@ class ColdTier:
         except FileNotFoundError:
             return
         if not stat.S_ISDIR(mode):
-            aside = f"{folder}.foreign-{time.time_ns():x}"
-            logger.warning("%s is not a directory of ours; it is now %s", folder, aside)
-            self._files.rename(folder, aside)
+            self._move_aside(folder)
+
+    def _move_aside(self, path: str) -> None:
+        """Something foreign has the name of a directory or file of ours."""
+        aside = f"{path}.foreign-{time.time_ns():x}"
+        self._files.rename(path, aside)
+        logger.warning("%s is not ours; it is now %s", path, aside)
 
     def _probe_direct(self) -> bool:
         """Whether the filesystem takes O_DIRECT, found out by writing one page."""
