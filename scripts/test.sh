@@ -59,4 +59,4 @@ echo "== ruff"
 echo "== mypy"
 "$python" -m mypy
 echo "== tests on lmcache $lmcache"
-exec "$python" -m pytest "${cov[@]}" --durations=10 "$@"
+exec "$python" -m pytest ${cov[@]+"${cov[@]}"} --durations=10 "$@"
