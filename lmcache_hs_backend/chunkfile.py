@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import mmap
@@ -154,22 +155,29 @@ def build_head(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[s
             "xxh3": json.dumps(dict(checksums), separators=(",", ":")),
             "capture": meta.capture,
         },
-        _TOKEN_IDS: {"dtype": "I64", "shape": [meta.num_tokens], "data_offsets": [0, len(ids)]},
+        **_tensors(meta.num_tokens, tuple(specs)),
     }
-    end = len(ids)
-    for spec in specs:
-        begin, end = end, end + spec.nbytes(meta.num_tokens)
-        tensors[layer_tensor(spec.layer_idx)] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": [meta.num_tokens, spec.hidden_dim],
-            "data_offsets": [begin, end],
-        }
     text = json.dumps(tensors, separators=(",", ":")).encode()
     if len(text) + ALIGN > MAX_HEADER_BYTES or len(specs) > MAX_LAYERS:
         raise ValueError(f"a header of {len(text)} bytes for {len(specs)} layers is more than a reader accepts")
     total = align(_LENGTH_BYTES + len(text) + len(ids))
     length = total - _LENGTH_BYTES - len(ids)
     return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length) + ids
+
+
+@functools.lru_cache(maxsize=256)
+def _tensors(num_tokens: int, specs: tuple[LayerSpec, ...]) -> dict[str, Any]:
+    """How a header describes its tensors. Equal for most chunks; not to be changed by whoever gets it."""
+    end = num_tokens * TOKEN_BYTES
+    tensors: dict[str, Any] = {_TOKEN_IDS: {"dtype": "I64", "shape": [num_tokens], "data_offsets": [0, end]}}
+    for spec in specs:
+        begin, end = end, end + spec.nbytes(num_tokens)
+        tensors[layer_tensor(spec.layer_idx)] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": [num_tokens, spec.hidden_dim],
+            "data_offsets": [begin, end],
+        }
+    return tensors
 
 
 def header_length(first: bytes | memoryview, file_size: int) -> int:
@@ -180,10 +188,11 @@ def header_length(first: bytes | memoryview, file_size: int) -> int:
     return length
 
 
-def parse_header(text: bytes | memoryview, file_size: int) -> Header:
+def parse_header(text: bytes | memoryview, file_size: int, expected: FileLayout | None = None) -> Header:
     """Check and take apart the JSON of a header (without the length in front, and without token ids).
 
-    Raises BadChunk for anything that does not describe exactly a chunk file of ``file_size`` bytes.
+    Tensors that are described as ``expected`` are not looked at one by one. Raises BadChunk for anything that does not
+    describe exactly a chunk file of ``file_size`` bytes.
     """
     try:
         tensors = json.loads(bytes(text))
@@ -212,16 +221,20 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
         capture=info["capture"],
     )
     head_bytes = _LENGTH_BYTES + len(text) + num_tokens * TOKEN_BYTES
-    layout = FileLayout(num_tokens, head_bytes, _layers(tensors, num_tokens))
+    if expected is not None and tensors == _tensors(num_tokens, expected.layers):
+        layers = expected.layers
+    else:
+        layers = _layers(tensors, num_tokens)
+    layout = FileLayout(num_tokens, head_bytes, layers)
     if layout.size != file_size:
         raise BadChunk("size", f"the header describes {layout.size} bytes, the file has {file_size}")
     return Header(meta, layout, checksums, b"")
 
 
-def parse_head(head: bytes | memoryview, file_size: int) -> Header:
-    """Check everything in front of the rows: what ``build_head`` made, token ids included."""
+def parse_head(head: bytes | memoryview, file_size: int, expected: FileLayout | None = None) -> Header:
+    """Check everything in front of the rows: what ``build_head`` made, token ids included. See parse_header."""
     end = _LENGTH_BYTES + header_length(head, file_size)
-    header = parse_header(head[_LENGTH_BYTES:end], file_size)
+    header = parse_header(head[_LENGTH_BYTES:end], file_size, expected)
     token_ids = bytes(head[end : header.layout.head_bytes])
     _verify(_TOKEN_IDS, token_ids, header.checksums)
     return header._replace(token_ids=token_ids)
@@ -445,7 +458,7 @@ def read(
             _read_exactly(files, fd, batch, position)
     finally:
         files.close(fd)
-    header = parse_head(head, size)
+    header = parse_head(head, size, layout)
     if chunk_name(header.meta.key) != name:
         raise BadChunk("key", f"{path} holds the chunk {header.meta.key[:200]!r}")
     if header.meta.prefix != prefix or header.layout != layout:

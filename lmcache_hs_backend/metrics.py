@@ -141,9 +141,14 @@ class Metrics:
         with self._lock:
             self._counts[name] += count
 
-    def observe(self, name: str, seconds: float) -> None:
-        """A duration for one of HISTOGRAMS. Prometheus has it with the next ``publish``."""
+    def observe(self, name: str, seconds: float, **counts: int) -> None:
+        """A duration for one of HISTOGRAMS, and ``counts`` for some of COUNTERS that go with it.
+
+        Prometheus has them with the next ``publish``.
+        """
         with self._lock:
+            for counter, count in counts.items():
+                self._counts[counter] += count
             self._sums[name] += seconds
             self._counts[f"{name}_count"] += 1
             self._durations.append((name, seconds))

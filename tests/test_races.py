@@ -176,7 +176,7 @@ def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: 
         assert store.flush(10) == 0
         from lmcache_hs_backend.tiers.pair import Read, Waiter
 
-        waiter = Waiter()
+        waiter = Waiter(p.refs)
         with store._pair.lock:  # the late read of a walk that began before the drop
             store._pair.mover.submit(Read(store._pair, entry, [0], 0, waiter))
         waiter.arrivals.get(timeout=5)

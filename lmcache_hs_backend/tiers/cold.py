@@ -104,8 +104,8 @@ class ColdTier:
         except OSError as error:
             raise self._judged(entry.name, error) from None
         self._suspects.discard(entry.name)
-        self._metrics.observe("disk_read_seconds", time.monotonic() - started)
-        self._metrics.add("read_bytes", sum(len(view) for view in into.values()))
+        read_bytes = sum(len(view) for view in into.values())
+        self._metrics.observe("disk_read_seconds", time.monotonic() - started, read_bytes=read_bytes)
         return header
 
     def read_header(self, name: bytes) -> Header:
@@ -175,9 +175,9 @@ class ColdTier:
                     entry.file_bytes = size
         self.health.wrote()
         self.space.eviction_helps = True
-        self._metrics.observe("disk_write_seconds", time.monotonic() - started)
-        self._metrics.add("written_chunks")
-        self._metrics.add("written_bytes", layout.size)
+        self._metrics.observe(
+            "disk_write_seconds", time.monotonic() - started, written_chunks=1, written_bytes=layout.size
+        )
         return layout
 
     def _write_and_rename(

@@ -17,7 +17,7 @@ import ctypes
 import functools
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -26,6 +26,8 @@ from lmcache_hs_backend.tiers.mover import FileOp, Mover
 
 #: Where the rows go, and where they come from; both ``[num_tokens, hidden_dim]``.
 Pair = tuple[torch.Tensor, torch.Tensor]
+#: Copies the second into the first, converting.
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 #: OpenMP runtimes that builds of torch link, by the names under which the loader knows them.
 _RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so", "libomp.dylib")

@@ -172,24 +172,27 @@ class Mover:
 
     def _loop(self, number: int) -> None:
         self._on_start()
-        while True:
-            with self._lock:
-                op = self._take()
-                if op is None:
-                    return
-                self._running[number] = (op, time.monotonic())
+        while (op := self._next(number)) is not None:
             try:
                 op.run()
             except Exception:
                 # An operation handles the disk's errors itself; this is a bug, and must not end the thread.
                 logger.exception("an operation on a chunk file failed unexpectedly")
                 self._on_crash()
-            finally:
-                with self._lock:
-                    del self._running[number]
-                    if op.name:
-                        self.release(op.name)
             del op  # it may hold buffers and leases on memory
+
+    def _next(self, number: int) -> FileOp | None:
+        """The thread's operation, if it has one, is over; the next one, or None when the thread shall end."""
+        with self._lock:
+            over = self._running.pop(number, None)
+            name = b"" if over is None else over[0].name
+            del over  # what it holds shall not wait for the next one
+            if name:
+                self.release(name)
+            op = self._take()
+            if op is not None:
+                self._running[number] = (op, time.monotonic())
+            return op
 
     def _take(self) -> FileOp | None:
         while True:

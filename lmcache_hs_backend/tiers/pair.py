@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.arena import Buffer, BufferPool
-from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_name
+from lmcache_hs_backend.chunk import AskPresence, ChunkRef, LayerSpec, Presence, chunk_name
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.cold import ColdTier
-from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import Copy, Crew, copy_alone, work_alone
 from lmcache_hs_backend.tiers.hot import HotTier
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
@@ -267,16 +267,27 @@ class Arrival(NamedTuple):
 
 
 class Waiter:
-    """Who waits for the reads of one call."""
+    """Who waits for the reads of one call: for ``refs[position]`` each, as the reads know them.
 
-    def __init__(self) -> None:
+    ``result``: layer_idx → memory for the rows of all ``refs``, as soon as there is some.
+    """
+
+    def __init__(self, refs: Sequence[ChunkRef]) -> None:
         self.arrivals: SimpleQueue[Arrival] = SimpleQueue()
+        self.result: Mapping[int, torch.Tensor] = {}
         self.gave_up = False  # what has not started need not
+        self._refs = refs
 
     @property
     def is_behind(self) -> bool:
         """Whether it has enough to do with what has arrived."""
-        return self.arrivals.qsize() >= _ENOUGH
+        return bool(self.result) and self.arrivals.qsize() >= _ENOUGH
+
+    def copy(self, position: int, rows: Mapping[int, torch.Tensor], copy: Copy) -> None:
+        """Copy what was read for ``position`` to its place in the result."""
+        ref = self._refs[position]
+        for layer_idx, source in rows.items():
+            copy(self.result[layer_idx][ref.start : ref.end], source)
 
 
 class Read(FileOp):
@@ -293,12 +304,8 @@ class Read(FileOp):
         layer_idxs: Sequence[int],
         position: int = 0,
         waiter: Waiter | None = None,
-        result: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Lock held. ``result``: layer_idx → where the chunk's rows go.
-
-        Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for.
-        """
+        """Lock held. Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for."""
         self.name = entry.name
         self.is_read = waiter is not None
         self._pair = pair
@@ -306,68 +313,64 @@ class Read(FileOp):
         self._layer_idxs = layer_idxs
         self._position = position
         self._waiter = waiter
-        self._result = result or {}
-        self._rows: dict[int, torch.Tensor] = {}
+        self._slots: dict[int, Slot] = {}  # ours until they are the entry's
+        self._header: Header | None = None  # of the file, when it was read and is good
         pair.lease(entry)
 
     def run(self) -> None:
+        waiter = self._waiter
         miss: str | None = "bad_file"
+        rows: dict[int, torch.Tensor] = {}
         try:
-            miss = self._read()
-            if self._waiter is not None and self._waiter.is_behind:
-                for layer_idx, rows in self._rows.items():
-                    copy_alone(self._result[layer_idx], rows)
-                self._rows = {}
+            miss, rows = self._read()
+            if waiter is not None and waiter.is_behind:
+                waiter.copy(self._position, rows, copy_alone)
+                rows = {}
         finally:
-            with self._pair.lock:
-                self._pair.release(self._entry)
-            if self._waiter is not None:
-                self._waiter.arrivals.put(Arrival(self._position, miss, self._rows))
+            self._publish()
+            if waiter is not None:
+                waiter.arrivals.put(Arrival(self._position, miss, rows))
 
-    def _read(self) -> str | None:
-        """Have the rows at hand, in ``_rows``; or why not."""
-        pair, entry = self._pair, self._entry
-        if self._waiter is not None and self._waiter.gave_up:
-            return "timeout"
+    def _read(self) -> tuple[str | None, dict[int, torch.Tensor]]:
+        """Read what RAM does not have. Why that fails, or None and the rows, if somebody waits for them."""
+        pair, entry, waiter = self._pair, self._entry, self._waiter
+        if waiter is not None and waiter.gave_up:
+            return "timeout", {}
         with pair.lock:
             # A read before this one may have brought some of the layers already.
             wanted = [layer_idx for layer_idx in self._layer_idxs if layer_idx not in entry.hot]
             layout = entry.filed
             if wanted and entry.gone:
-                return "absent"  # the file of that name may be another chunk's by now
+                return "absent", {}  # the file of that name may be another chunk's by now
             specs = [spec for idx in wanted if layout is not None and (spec := layout.spec(idx)) is not None]
             if len(specs) < len(wanted):
-                return "bad_file"  # it was lost after the walk, and perhaps written again with fewer layers
-            slots = self._slots(specs)
-        if not slots and self._waiter is None:
-            return None  # a prefetch has no other use for what it reads
-        scratch: dict[int, torch.Tensor] = {}
-        miss = self._read_file(layout, specs, slots, scratch) if layout is not None and specs else None
-        if miss is None and self._waiter is not None:
-            self._rows = {idx: scratch[idx] if idx in scratch else self._slot_rows(idx) for idx in self._layer_idxs}
-        return miss
-
-    def _slots(self, specs: Sequence[LayerSpec]) -> dict[int, Slot]:
-        """Lock held. Slots for all the layers, or none: then nothing is promoted."""
-        if not specs or not (self._pair.config.promote or self._waiter is None):
-            return {}
-        placed = self._pair.hot.allocate([(self._entry.num_tokens, specs)])
-        return placed[0] if placed else {}
+                return "bad_file", {}  # it was lost after the walk, and perhaps written again with fewer layers
+            if specs and (pair.config.promote or waiter is None):
+                # Slots for all the layers, or none: then nothing is promoted.
+                self._slots = next(iter(pair.hot.allocate([(entry.num_tokens, specs)])), {})
+        if not self._slots and waiter is None:
+            return None, {}  # a prefetch has no other use for what it reads
+        rows: dict[int, torch.Tensor] = {}
+        if layout is not None and specs:
+            miss = self._read_file(layout, specs, rows)
+            if miss is not None:
+                return miss, {}
+        if waiter is not None:
+            for layer_idx in self._layer_idxs:
+                if layer_idx not in rows:
+                    rows[layer_idx] = self._slot_rows(self._slots.get(layer_idx) or entry.hot[layer_idx])
+        return None, rows
 
     def _read_file(
-        self,
-        layout: FileLayout,
-        specs: Sequence[LayerSpec],
-        slots: dict[int, Slot],
-        scratch: dict[int, torch.Tensor],
+        self, layout: FileLayout, specs: Sequence[LayerSpec], scratch: dict[int, torch.Tensor]
     ) -> str | None:
-        """Read into ``slots`` and make them the entry's, or into ``scratch`` where there are none."""
+        """Read into the slots, or into ``scratch`` where there are none. Why that fails."""
         pair, entry = self._pair, self._entry
         into = {}
         for spec in specs:
             layer_idx, nbytes = spec.layer_idx, spec.nbytes(layout.num_tokens)
-            if slots:
-                into[layer_idx] = pair.hot.arena.bytes_at(slots[layer_idx].offset, nbytes)
+            if self._slots:
+                into[layer_idx] = pair.hot.arena.bytes_at(self._slots[layer_idx].offset, nbytes)
             else:
                 try:
                     buffer = pair.pool.get(nbytes)
@@ -376,32 +379,32 @@ class Read(FileOp):
                     return "memory"
                 scratch[layer_idx] = buffer.rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
                 into[layer_idx] = buffer.bytes()
-        header = None
-        miss: str | None = "offline"
         try:
-            header = pair.cold.read(entry, layout, into)
-            miss = None
+            self._header = pair.cold.read(entry, layout, into)
         except BadChunk as bad:
             pair.bad_file(entry, bad)
-            miss = "bad_file"
+            return "bad_file"
         except OSError as error:
             logger.debug("chunk %s is not read: %s", entry.name.hex(), error)
-        finally:
-            with pair.lock:
-                if header is None:
-                    pair.hot.free(slots)
-                elif slots:
-                    entry.hot.update(slots)
-                    entry.meta, entry.ids = header.meta, header.token_ids
-                    pair.metrics.add("promoted")
-                    if not entry.gone:
-                        pair.index.settle(entry)
-        return miss
+            return "offline"
+        return None
 
-    def _slot_rows(self, layer_idx: int) -> torch.Tensor:
-        spec = self._entry.hot[layer_idx].spec
-        offset = self._entry.hot[layer_idx].offset
-        return self._pair.hot.arena.rows_at(offset, self._entry.num_tokens, spec.hidden_dim, spec.dtype)
+    def _publish(self) -> None:
+        """What was read becomes the entry's, and the lease ends."""
+        pair, entry, slots, header = self._pair, self._entry, self._slots, self._header
+        with pair.lock:
+            if header is None:
+                pair.hot.free(slots)
+            elif slots:
+                entry.hot.update(slots)
+                entry.meta, entry.ids = header.meta, header.token_ids
+            pair.release(entry)
+        if slots and header is not None:
+            pair.metrics.add("promoted")
+
+    def _slot_rows(self, slot: Slot) -> torch.Tensor:
+        spec = slot.spec
+        return self._pair.hot.arena.rows_at(slot.offset, self._entry.num_tokens, spec.hidden_dim, spec.dtype)
 
 
 class ReadHeader(FileOp):

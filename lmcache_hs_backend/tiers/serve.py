@@ -56,7 +56,7 @@ class Serve:
         pair = self._pair
         deadline = time.monotonic() + pair.config.read_timeout_sec
         ensure_read(pair, refs, deadline - time.monotonic())
-        waiter = Waiter()
+        waiter = Waiter(refs)
         with pair.lock:
             walk = self._walk(refs, layer_idxs, dtype is None)
         entries, miss, served = walk.entries, walk.miss, 0
@@ -67,15 +67,15 @@ class Serve:
             deadline += (time.monotonic_ns() - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
             with pair.lock:
                 known, miss = self._judge(refs, entries, answers, asked_ns, miss)
-            rows = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
+            cold = [position for position in walk.cold if position < known]
+            if cold:  # first of all: the disk takes longest
+                self._submit_reads(walk, cold, waiter)
+            rows = waiter.result = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
             if known and not rows:
                 miss = "memory"
             elif known:
-                cold = [position for position in walk.cold if position < known]
-                if cold:
-                    self._submit_reads(refs, walk, cold, rows, waiter)
                 self._copy_hot(refs[:known], walk, rows)
-                served, miss = self._await_reads(refs[:known], cold, rows, waiter, deadline, miss)
+                served, miss = self._await_reads(known, cold, waiter, deadline, miss)
         finally:
             waiter.gave_up = True
             with pair.lock:
@@ -88,7 +88,8 @@ class Serve:
             return {}
         from_disk = sum(position < served for position in cold)
         pair.metrics.add("hits_hot", served - from_disk)
-        pair.metrics.add("hits_cold", from_disk)
+        if from_disk:
+            pair.metrics.add("hits_cold", from_disk)
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
@@ -207,32 +208,21 @@ class Serve:
             parts.append((tensor, [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]))
         self._pair.hot.copy_out(parts, reading=bool(walk.cold))
 
-    def _submit_reads(
-        self,
-        refs: Sequence[ChunkRef],
-        walk: _Walk,
-        positions: Sequence[int],
-        rows: Mapping[int, torch.Tensor],
-        waiter: Waiter,
-    ) -> None:
-        """Have cold chunks read side by side, and each copied into its part of the result as it arrives."""
-        results = [{idx: rows[idx][refs[p].start : refs[p].end] for idx in walk.cold[p]} for p in positions]
+    def _submit_reads(self, walk: _Walk, positions: Sequence[int], waiter: Waiter) -> None:
+        """Have cold chunks read side by side."""
         with self._pair.lock:
-            for p, result in zip(positions, results, strict=True):
-                self._pair.mover.submit(Read(self._pair, walk.entries[p], walk.cold[p], p, waiter, result))
+            for p in positions:
+                self._pair.mover.submit(Read(self._pair, walk.entries[p], walk.cold[p], p, waiter))
 
     @staticmethod
     def _await_reads(
-        refs: Sequence[ChunkRef],
-        cold: Collection[int],
-        rows: Mapping[int, torch.Tensor],
-        waiter: Waiter,
-        deadline: float,
-        miss: str | None,
+        served: int, cold: Collection[int], waiter: Waiter, deadline: float, miss: str | None
     ) -> tuple[int, str | None]:
-        """How many chunks are whole when every read is over, or the time is, and why the next one is not."""
+        """Copy what arrives to its place in the result.
+
+        Of ``served`` chunks, how many are whole when every read is over, or the time is, and why the next one is not.
+        """
         waiting = set(cold)
-        served = len(refs)
         copy = torch.Tensor.copy_ if len(cold) <= _FEW_READS else copy_alone
         with alone() if copy is copy_alone else contextlib.nullcontext():
             while waiting:
@@ -245,7 +235,5 @@ class Serve:
                 waiting.remove(arrival.position)
                 if arrival.miss is not None and arrival.position < served:
                     served, miss = arrival.position, arrival.miss
-                ref = refs[arrival.position]
-                for layer_idx, source in arrival.rows.items():
-                    copy(rows[layer_idx][ref.start : ref.end], source)
+                waiter.copy(arrival.position, arrival.rows, copy)
         return served, miss
