@@ -65,6 +65,17 @@ class RawDisk:
         """Write new files; no rename, no sync."""
         self._each(depth, len(paths), lambda number: self._write_one(paths[number], self._views[number]))
 
+    def write_and(self, paths: Sequence[str], depth: int, before: Callable[[int], None]) -> None:
+        """Write each file under another name after ``before`` was called for it, and rename it."""
+
+        def work(number: int) -> None:
+            before(number)
+            temporary = f"{paths[number]}.tmp"
+            self._write_one(temporary, self._views[number])
+            os.rename(temporary, paths[number])
+
+        self._each(depth, len(paths), work)
+
     def rows_read(self, number: int) -> memoryview:
         """Where the rows of a file are after it was read."""
         return self._views[number][1]

@@ -18,6 +18,7 @@ from engines import ChunkedTokenDatabase, Engine, HiddenStateStore, make_config,
 from waiting import wait_until
 
 from benchmarks.figures import WrongRows
+from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.integrations.lmcache.store import TieredHiddenStateStore
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Engine",
     "Stores",
     "expect",
+    "huge_rows",
     "make_config",
     "make_metadata",
     "new_prompt",
@@ -41,6 +43,11 @@ _prompts = itertools.count(1)
 
 def random_rows(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(tokens, hidden).to(dtype)
+
+
+def huge_rows(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows in touched memory of huge pages, as our own results are in."""
+    return BufferPool(0).get(tokens * hidden * dtype.itemsize).rows(tokens, hidden, dtype).zero_()
 
 
 def new_prompt(tokens: int) -> list[int]:

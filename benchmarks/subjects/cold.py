@@ -14,7 +14,7 @@ from benchmarks.disk import RawDisk
 from benchmarks.figures import Result, times_table
 from benchmarks.measuring import Step, fastest, interleaved, median, quotients
 from benchmarks.peers import peers_of
-from benchmarks.workload import Stores, expect, new_prompt, random_rows
+from benchmarks.workload import Stores, expect, huge_rows, new_prompt, random_rows
 from lmcache_hs_backend.tiers.copying import copy_alone, work_alone
 
 TITLE = "Cold retrieve"
@@ -78,7 +78,7 @@ def run(context: Context) -> Result:
 
             return use
 
-        whole = {"float32": torch.zeros(tokens, size.hidden), "native": torch.zeros_like(rows)}
+        whole = {"float32": huge_rows(tokens, size.hidden, torch.float32), "native": huge_rows(*rows.shape, rows.dtype)}
         limits = {
             f"raw read, xxh3, copy_ to {kind}, {depth} at a time": (kind, depth)
             for kind in whole

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from xxhash import xxh3_64_hexdigest
+
 from benchmarks import disk
 from benchmarks.context import NO_VLLM, Context
 from benchmarks.disk import RawDisk
@@ -54,6 +56,12 @@ def run(context: Context) -> Result:
             name: Step(lambda d=depth: raw.write(raw_paths, d), lambda: disk.remove(raw_paths))
             for name, depth in depths.items()
         }
+        checked = {f"raw write, xxh3, rename, {depth} at a time": depth for depth in size.depths[-2:]}
+        for name, depth in checked.items():
+            steps[name] = Step(
+                lambda d=depth: raw.write_and(raw_paths, d, lambda n: xxh3_64_hexdigest(raw.rows_read(n))),
+                lambda: disk.remove(raw_paths),
+            )
         steps["demotion"] = Step(stores.write_all, dirty)
         steps["store through a pool of an eighth"] = Step(stream, small.delete_all)
         for name, backend in backends.items():
@@ -90,6 +98,11 @@ def run(context: Context) -> Result:
     best = times[fastest(times, list(depths))]
     ours = times["demotion"]
     result.figure("demotion.vs_raw", "demotion, share of the raw write", quotients(best, ours), at_least=0.9)
+    bound = times[fastest(times, list(checked))]
+    result.figure(
+        "demotion.limit", "… the limit: raw write, xxh3 and rename, share of the raw write", quotients(best, bound)
+    )
+    result.figure("demotion.vs_limit", "… demotion, share of that limit", quotients(bound, ours))
     if theirs:
         ratios = quotients(times[fastest(times, list(theirs))], ours)
         result.figure("demotion.vs_vllm", "demotion, share of vLLM's file tier", ratios, at_least=0.95)
