@@ -319,7 +319,7 @@ class TieredStore:
             pair.mover.wake()
             try:
                 while pair.index.aging and pair.cold.writable and time.monotonic() < deadline:
-                    pair.room.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+                    pair.quiet.wait(min(0.1, max(0.0, deadline - time.monotonic())))
             finally:
                 self._cleaner.flushing -= 1
             return pair.index.dirty_chunks

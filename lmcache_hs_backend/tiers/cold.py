@@ -331,7 +331,8 @@ class ColdTier:
     def _rename(self, source: str, target: str) -> None:
         folder = os.path.dirname(target)
         try:
-            self._check_folder(folder)
+            if folder != os.path.dirname(source):  # else it has been looked at, and both names lead through it
+                self._check_folder(folder)
             try:
                 self._files.rename(source, target)
             except FileNotFoundError:

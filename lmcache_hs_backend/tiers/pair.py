@@ -54,6 +54,7 @@ class TierPair:
         self.ask = ask
         self.lock = threading.Lock()
         self.room = threading.Condition(self.lock)  # a chunk became clean, or the disk changed its mind
+        self.quiet = threading.Condition(self.lock)  # nothing is left to write, or the disk changed its mind
         self.index = Index()
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.mover = Mover(self.lock, config.io_threads, lambda: metrics.add("errors_internal"), work_alone)
@@ -192,6 +193,7 @@ class TierPair:
 
     def _cold_changed(self) -> None:
         self.room.notify_all()
+        self.quiet.notify_all()
         self.mover.wake()
 
     # -- without the lock ------------------------------------------------------------------------------
@@ -465,6 +467,8 @@ class Write(FileOp):
                 entry.claimed = False
                 pair.release(entry)
                 pair.room.notify_all()
+                if not pair.index.aging:
+                    pair.quiet.notify_all()
 
     def _drop_orphan(self) -> bool:
         """Writing a chunk that nobody can ever be served is a waste: its KV is gone."""
