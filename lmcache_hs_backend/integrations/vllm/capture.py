@@ -39,6 +39,7 @@ _STAGED_PART = 4
 _RECOVERY_SEC = 30.0
 #: Shutdown waits this long for rows on their way to disk; vLLM gives its processes less only when killing them.
 _DRAIN_SEC = 60.0
+_STOP_SEC = 1.0  # a thread that only reads, and may hang in the disk, is not waited for
 _RECORDS_PER_LOOK = 256
 
 
@@ -173,9 +174,9 @@ class Capture:
                 return
             self._closed = True
         deadline = time.monotonic() + _DRAIN_SEC
-        self._recalling.close(_DRAIN_SEC)
-        if not self._thread.close(max(0.0, deadline - time.monotonic())):
+        if not self._thread.close(_DRAIN_SEC):
             logger.warning("hidden states: %d chunk(s) on their way are lost", len(self._staged))
+        self._recalling.close(_STOP_SEC)
         self.store.flush(max(0.0, deadline - time.monotonic()))
         self._drop_superseded()
         self._record(final=True)
