@@ -88,19 +88,22 @@ class Capture:
         self._model = model
         self._tails = Tails(model.keying, settings.chunk_size)
         self._records = RecordWriter(self.store.directory, settings.cold_dir_mode)
-        self._lock = threading.Lock()  # guards figures, _tails and the five below; nothing slow happens under it
+        # Guards figures, _tails, _staged, _staged_bytes and _closed; nothing slow happens under it.
+        self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._staged: dict[bytes, int] = {}  # chunks on their way: name → bytes
         self._staged_bytes = 0
-        self._superseded: dict[bytes, list[bytes]] = {}  # chunk → tails to drop once its file is there
         self._closed = False
-        self._unrecorded: list[Finish] = []  # finished requests whose rows are not all on disk; _thread's own
-        self._in_ram: dict[bytes, None] = {}  # chunks that were not on disk when last seen, oldest first; _thread's own
+        # These are _thread's own:
+        self._superseded: dict[bytes, list[bytes]] = {}  # chunk → tails to drop once its file is there
+        self._unrecorded: list[Finish] = []  # finished requests whose rows are not all on disk
+        self._in_ram: dict[bytes, None] = {}  # chunks that were not on disk when last seen, oldest first
         if not self.store.wait_recovered(_RECOVERY_SEC):
             logger.warning("%s: not all chunk files are known yet; some may be captured again", self.store.directory)
         self._thread = Threads(1, "hs-capture", self._chores)
         self._recalling = Threads(1, "hs-recall")
-        self._recalling.submit(self._recall)
+        if self._own is not None:  # in an LMCache engine's store tails have LMCache's names, and are LMCache's to drop
+            self._recalling.submit(self._recall)
 
     def count(self, figure: str, chunks: int = 1) -> None:
         """Add to a figure, from any thread."""
