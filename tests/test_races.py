@@ -174,7 +174,8 @@ def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: 
         y = {0: rows(CHUNK, seed=5), 3: rows(CHUNK, seed=6)}
         assert store.store(p.refs, p.bytes, y) == 1
         assert store.flush(10) == 0
-        from lmcache_hs_backend.tiers.pair import Read, Waiter
+        from lmcache_hs_backend.tiers.arrivals import Waiter
+        from lmcache_hs_backend.tiers.pair import Read
 
         waiter = Waiter(p.refs)
         with store._pair.lock:  # the late read of a walk that began before the drop

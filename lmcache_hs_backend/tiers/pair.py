@@ -17,19 +17,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 
 from lmcache_hs_backend.arena import Buffer, BufferPool
-from lmcache_hs_backend.chunk import AskPresence, ChunkRef, LayerSpec, Presence, chunk_name
+from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_name
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
+from lmcache_hs_backend.tiers.arrivals import Arrival, Waiter
 from lmcache_hs_backend.tiers.cold import ColdTier
-from lmcache_hs_backend.tiers.copying import Copy, Crew, copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
 from lmcache_hs_backend.tiers.hot import HotTier
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 MIN_IDLE_BUFFERS = 256 << 20
 _NO_ROOM_SEC = 0.2
-_ENOUGH = 2  # arrivals that wait for their caller to copy them
 
 
 class TierPair:
@@ -255,41 +254,6 @@ class TierPair:
                     self.bad_file(entry, bad)
                     buffers = {}
         return rows | {spec: buffer.bytes() for spec, buffer in buffers.items()}, list(buffers.values())
-
-
-class Arrival(NamedTuple):
-    """What became of one ``Read``: ``miss`` is a reason of metrics.MISSES, or None when the rows are there.
-
-    ``rows``: layer_idx → rows that the caller has to copy itself, good for as long as its own lease.
-    """
-
-    position: int
-    miss: str | None
-    rows: Mapping[int, torch.Tensor]
-
-
-class Waiter:
-    """Who waits for the reads of one call: for ``refs[position]`` each, as the reads know them.
-
-    ``result``: layer_idx → memory for the rows of all ``refs``, as soon as there is some.
-    """
-
-    def __init__(self, refs: Sequence[ChunkRef]) -> None:
-        self.arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self.result: Mapping[int, torch.Tensor] = {}
-        self.gave_up = False  # what has not started need not
-        self._refs = refs
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether it has enough to do with what has arrived."""
-        return bool(self.result) and self.arrivals.qsize() >= _ENOUGH
-
-    def copy(self, position: int, rows: Mapping[int, torch.Tensor], copy: Copy) -> None:
-        """Copy what was read for ``position`` to its place in the result."""
-        ref = self._refs[position]
-        for layer_idx, source in rows.items():
-            copy(self.result[layer_idx][ref.start : ref.end], source)
 
 
 class Read(FileOp):

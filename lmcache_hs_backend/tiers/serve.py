@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
+from lmcache_hs_backend.tiers.arrivals import Waiter
 from lmcache_hs_backend.tiers.copying import alone, copy_alone
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Standing
-from lmcache_hs_backend.tiers.pair import Read, TierPair, Waiter
+from lmcache_hs_backend.tiers.pair import Read, TierPair
 
 logger = logging.getLogger(__name__)
 
