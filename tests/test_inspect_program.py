@@ -7,6 +7,8 @@ import os
 import pty
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -137,6 +139,31 @@ class TestInFlight:
         _, errors = running.communicate(timeout=30)
         assert (running.returncode, errors) == (130, b"")
         assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+    def test_ctrl_c_is_quiet_also_while_the_processes_are_being_made(self, tmp_path: Path) -> None:
+        code = """
+import sys
+import time
+from lmcache_hs_backend.cli.parallel import in_processes
+
+try:
+    print("ready", flush=True)
+    list(in_processes(lambda number: iter(sys.stdin.read()), list(range(4))))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+        for number in range(20):
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=environment(), start_new_session=True,
+            )  # fmt: skip
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(number * 0.0002)  # somewhere between the first fork and the last
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+            assert (process.returncode, errors) == (130, b"")
 
     def test_when_it_is_killed_its_processes_end_too(self, running: subprocess.Popen[bytes]) -> None:
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()

@@ -74,10 +74,15 @@ class _Child:
         reading, writing = os.pipe()
         with contextlib.suppress(OSError):  # room for some folders, so that no child waits while another is heard
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._pid = os.fork()
-        if not self._pid:
-            os.close(reading)
-            _work(function, items, writing)
+        # A Ctrl-C before the child has learned to ignore it would be told by Python in many words.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            self._pid = os.fork()
+            if not self._pid:
+                os.close(reading)
+                _work(function, items, writing)
+        finally:  # the parent's; the child never gets here
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         os.close(writing)
         self._pipe = open(reading, "rb")  # noqa: SIM115 - closed in end()
 
@@ -102,6 +107,7 @@ def _work(function: Callable[[T], Iterable[R]], items: Sequence[T], writing: int
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
         with open(writing, "wb") as pipe:
             try:
                 for item in items:
