@@ -1,6 +1,6 @@
 """Generation with HSTieredConnector beside vLLM's example connector: throughput and peak memory.
 
-    python scripts/vllm_speed.py MODEL [--rounds N]
+    python scripts/vllm_speed.py MODEL [--rounds N] [--engines N]
 
 Throughput is measured in one engine that has both connectors, which take turns batch by batch (tests/vllm/in_turn.py),
 and a ratio is taken within a round: engines in processes of their own differ by a quarter, and a machine that others

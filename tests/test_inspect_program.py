@@ -143,7 +143,6 @@ class TestInFlight:
     def test_ctrl_c_is_quiet_also_while_the_processes_are_being_made(self, tmp_path: Path) -> None:
         code = """
 import sys
-import time
 from lmcache_hs_backend.cli.parallel import in_processes
 
 try:

@@ -89,8 +89,7 @@ class Serve:
             return {}
         from_disk = sum(position < served for position in cold)
         pair.metrics.add("hits_hot", served - from_disk)
-        if from_disk:
-            pair.metrics.add("hits_cold", from_disk)
+        pair.metrics.add("hits_cold", from_disk)
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 

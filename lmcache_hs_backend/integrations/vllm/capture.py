@@ -9,7 +9,6 @@ goes on. This module imports no vLLM.
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import os
@@ -314,11 +313,13 @@ class Capture:
         Which files are tails, their sizes tell: a full chunk's is the largest there is.
         """
         files = FileLayer()
-        found = [file for file in scan_chunks(self.store.directory) if file.name]
+        found = sorted(
+            (file for file in scan_chunks(self.store.directory) if file.name), key=lambda file: file.mtime_ns
+        )
         full = max((file.size for file in found), default=0)
-        recent = {file.name for file in heapq.nlargest(MOST_RECENT, found, key=lambda file: file.mtime_ns)}
-        wanted = (file for file in found if file.size < full or file.name in recent)
-        for file in heapq.nlargest(MOST_PARENTS, wanted, key=lambda file: file.mtime_ns)[::-1]:
+        first_recent = len(found) - MOST_RECENT
+        wanted = [file for n, file in enumerate(found) if file.size < full or n >= first_recent]
+        for file in wanted[-MOST_PARENTS:]:
             if self._closed:
                 return
             try:
