@@ -11,11 +11,13 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 from lmcache_hs_backend.arena import HUGE_PAGE, align
 
 _PAGE = 4096
+_WAITING = 4  # files that wait to be used, when reading threads begin to help
 
 
 class RawDisk:
@@ -53,13 +55,30 @@ class RawDisk:
         self._each(depth, len(paths), lambda number: self._read_one(paths[number], self._views[number]))
 
     def read_and(self, paths: Sequence[str], depth: int, use: Callable[[int], None]) -> None:
-        """Read, and have each file's thread ``use`` it as soon as it is there."""
+        """Read, and ``use`` each file on the calling thread as soon as it is there.
+
+        When several are waiting, the threads that read use what they have read themselves.
+        """
+        arrived: SimpleQueue[int | None] = SimpleQueue()
 
         def work(number: int) -> None:
-            self._read_one(paths[number], self._views[number])
-            use(number)
+            left = None
+            try:
+                self._read_one(paths[number], self._views[number])
+                if arrived.qsize() < _WAITING:
+                    left = number
+                else:
+                    use(number)
+            finally:
+                arrived.put(left)
 
-        self._each(depth, len(paths), work)
+        done = self._start(depth, len(paths), work)
+        for _ in paths:
+            number = arrived.get()
+            if number is not None:
+                use(number)
+        for each in done:
+            each.result()
 
     def write(self, paths: Sequence[str], depth: int) -> None:
         """Write new files; no rename, no sync."""
@@ -99,14 +118,17 @@ class RawDisk:
             raise OSError(f"{path}: {moved} bytes instead of {sum(map(len, views))}")
 
     def _each(self, depth: int, count: int, work: Callable[[int], None]) -> None:
+        for done in self._start(depth, count, work):
+            done.result()
+
+    def _start(self, depth: int, count: int, work: Callable[[int], None]) -> list[Future[None]]:
         numbers = itertools.count()
 
         def some() -> None:
             while (number := next(numbers)) < count:
                 work(number)
 
-        for done in [self._pools[depth].submit(some) for _ in range(depth)]:
-            done.result()
+        return [self._pools[depth].submit(some) for _ in range(depth)]
 
 
 def takes_direct(directory: str) -> bool:

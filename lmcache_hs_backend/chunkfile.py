@@ -433,8 +433,16 @@ def read(
 ) -> Header:
     """Read layers of a chunk whose layout is known straight into ``into`` (layer_idx → bytes).
 
-    The header comes along in the same system call where it can, and the file must still be the chunk
-    ``name`` with that prefix digest and layout. Raises BadChunk (whatever ``into`` then holds) or OSError.
+    The file must still be the chunk ``name`` with that prefix digest and layout. Raises BadChunk (whatever ``into``
+    then holds) or OSError.
+    """
+    return check(fetch(files, path, layout, into, direct=direct), name, prefix, layout, into, verify=verify)
+
+
+def fetch(files: FileLayer, path: str, layout: FileLayout, into: Mapping[int, memoryview], *, direct: bool) -> bytes:
+    """The I/O of ``read``: the layers go to ``into``, their head is returned; ``check`` says whether that is the chunk.
+
+    The head comes along in the same system call where it can.
     """
     fd, size = open_regular(files, path, direct=direct and layout.direct)
     try:
@@ -458,11 +466,18 @@ def read(
             _read_exactly(files, fd, batch, position)
     finally:
         files.close(fd)
-    header = parse_head(head, size, layout)
+    return bytes(head)
+
+
+def check(
+    head: bytes, name: bytes, prefix: bytes, layout: FileLayout, into: Mapping[int, memoryview], *, verify: bool
+) -> Header:
+    """The rest of ``read``, without I/O."""
+    header = parse_head(head, layout.size, layout)
     if chunk_name(header.meta.key) != name:
-        raise BadChunk("key", f"{path} holds the chunk {header.meta.key[:200]!r}")
+        raise BadChunk("key", f"the file holds the chunk {header.meta.key[:200]!r}")
     if header.meta.prefix != prefix or header.layout != layout:
-        raise BadChunk("replaced", f"{path} is not the file that the index knows")
+        raise BadChunk("replaced", "it is not the file that the index knows")
     if verify:
         for layer_idx, view in into.items():
             tensor = layer_tensor(layer_idx)

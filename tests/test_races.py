@@ -174,13 +174,12 @@ def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: 
         y = {0: rows(CHUNK, seed=5), 3: rows(CHUNK, seed=6)}
         assert store.store(p.refs, p.bytes, y) == 1
         assert store.flush(10) == 0
-        from lmcache_hs_backend.tiers.arrivals import Waiter
-        from lmcache_hs_backend.tiers.pair import Read
+        from lmcache_hs_backend.tiers.reads import Read, Waiter
 
         waiter = Waiter(p.refs)
         with store._pair.lock:  # the late read of a walk that began before the drop
             store._pair.mover.submit(Read(store._pair, entry, [0], 0, waiter))
-        waiter.arrivals.get(timeout=5)
+        assert waiter.get(time.monotonic() + 5).miss == "absent"
         with store._pair.lock:
             store._pair.release(entry)
         demote(store)

@@ -15,7 +15,7 @@ from benchmarks.figures import Result, times_table
 from benchmarks.measuring import Step, fastest, interleaved, median, quotients
 from benchmarks.peers import peers_of
 from benchmarks.workload import Stores, expect, huge_rows, new_prompt, random_rows
-from lmcache_hs_backend.tiers.copying import copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import alone, copy_alone, work_alone
 
 TITLE = "Cold retrieve"
 
@@ -85,9 +85,12 @@ def run(context: Context) -> Result:
             for depth in size.depths[-2:]
         }
         for name, (kind, depth) in limits.items():
-            steps[name] = Step(
-                lambda k=kind, d=depth: raw.read_and(files, d, bare(whole[k])), lambda: disk.leave_page_cache(files)
-            )
+
+            def checked(kind=kind, depth=depth) -> None:
+                with alone():
+                    raw.read_and(files, depth, bare(whole[kind]))
+
+            steps[name] = Step(checked, lambda: disk.leave_page_cache(files))
         steps["retrieve, float32"] = Step(lambda: stores.ours.retrieve_hidden_states(ids), cold(stores))
         steps["retrieve, native"] = Step(lambda: stores.ours.retrieve_layers(ids, [0], None), cold(stores))
         steps["retrieve through a pool of a quarter"] = Step(

@@ -1,6 +1,7 @@
 """Time to the first row: one chunk, hot and cold, over what its copy or its raw read takes.
 
-What no implementation could save is measured beside it: a read that is also checked and converted.
+What no implementation could save is measured beside it: LMCache's hash of the prompt, and a read that is also checked
+and converted, on the calling thread and on another one, which may hang without it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ def run(context: Context) -> Result:
         raw = RawDisk((1,), os.path.getsize(file), 1, direct=disk.takes_direct(path))
         read_rows = torch.frombuffer(raw.rows_read(0), dtype=rows.dtype).view_as(rows)
 
-        def bare() -> None:
-            raw.read_here(file)
+        def use(_: int) -> None:
             xxh3_64_hexdigest(raw.rows_read(0))
             wide.copy_(read_rows)
+
+        def bare() -> None:
+            raw.read_here(file)
+            use(0)
+
+        def names() -> None:
+            """The name of the chunk, as LMCache makes it."""
+            assert len([key.to_string() for _, _, key in hot.database.process_tokens(tokens=ids)]) == 1
 
         def drop() -> None:
             disk.leave_page_cache([file])
@@ -53,8 +61,10 @@ def run(context: Context) -> Result:
             "retrieve hot": Step(lambda: hot.ours.retrieve_hidden_states(ids)),
             "retrieve hot, native": Step(lambda: hot.ours.retrieve_layers(ids, [0], None)),
             "retrieve, upstream": Step(lambda: hot.upstream.retrieve_hidden_states(ids)),
+            "LMCache's hash and key": Step(names),
             "raw read": Step(lambda: raw.read_here(file), drop),
             "raw read, xxh3, copy_ to float32": Step(bare, drop),
+            "raw read on another thread, xxh3, copy_ to float32": Step(lambda: raw.read_and([file], 1, use), drop),
             "retrieve cold": Step(lambda: cold.ours.retrieve_hidden_states(ids), cold.leave_ram),
             "retrieve cold, native": Step(lambda: cold.ours.retrieve_layers(ids, [0], None), cold.leave_ram),
         }
@@ -71,8 +81,15 @@ def run(context: Context) -> Result:
         ("cold", "retrieve cold", "raw read", 150),
         ("cold_native", "retrieve cold, native", "raw read", None),
         ("cold_limit", "raw read, xxh3, copy_ to float32", "raw read", None),
-        ("cold_bare", "retrieve cold", "raw read, xxh3, copy_ to float32", None),
+        ("cold_handed", "raw read on another thread, xxh3, copy_ to float32", "raw read", None),
+        ("cold_bare", "retrieve cold", "raw read on another thread, xxh3, copy_ to float32", None),
     ):
         over = [(a - b) * 1e6 for a, b in zip(times[ours], times[limit], strict=True)]
         result.figure(f"first_row.{key}", f"one chunk: {ours}, over {limit}", over, unit="µs", at_most=most)
+    result.figure(
+        "first_row.names",
+        "LMCache's hash and key of one chunk",
+        [s * 1e6 for s in times["LMCache's hash and key"]],
+        unit="µs",
+    )
     return result

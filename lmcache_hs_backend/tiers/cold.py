@@ -94,19 +94,24 @@ class ColdTier:
 
     def read(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview]) -> Header:
         """Read layers of an entry's file. Raises BadChunk (missing files included) or OSError."""
+        return self.check(entry, layout, into, self.fetch(entry, layout, into))
+
+    def fetch(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview]) -> bytes:
+        """The I/O of ``read``; what has come is for ``check`` to judge."""
         started = time.monotonic()
         try:
             self._check_folder(fan_out(self._directory, entry.name))
-            header = chunkfile.read(
-                self._files, self.path(entry.name), entry.name, entry.prefix, layout, into,
-                direct=self._direct, verify=self._config.verify_reads,
-            )  # fmt: skip
+            head = chunkfile.fetch(self._files, self.path(entry.name), layout, into, direct=self._direct)
         except OSError as error:
             raise self._judged(entry.name, error) from None
         self._suspects.discard(entry.name)
         read_bytes = sum(len(view) for view in into.values())
         self._metrics.observe("disk_read_seconds", time.monotonic() - started, read_bytes=read_bytes)
-        return header
+        return head
+
+    def check(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview], head: bytes) -> Header:
+        """The rest of ``read``, without I/O: whether that is the chunk. Raises BadChunk."""
+        return chunkfile.check(head, entry.name, entry.prefix, layout, into, verify=self._config.verify_reads)
 
     def read_header(self, name: bytes) -> Header:
         """The header of a chunk's file. Raises BadChunk (missing files included) or OSError."""

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from lmcache_hs_backend.chunk import ChunkRef
-from lmcache_hs_backend.tiers.index import Standing
-from lmcache_hs_backend.tiers.pair import ReadHeader, TierPair
+from lmcache_hs_backend.tiers.index import Entry, Standing
+from lmcache_hs_backend.tiers.mover import FileOp
+from lmcache_hs_backend.tiers.pair import TierPair
 
 
 def ensure_read(pair: TierPair, refs: Sequence[ChunkRef], seconds: float) -> None:
@@ -30,3 +31,22 @@ def ensure_read(pair: TierPair, refs: Sequence[ChunkRef], seconds: float) -> Non
             done.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
         return
+
+
+class ReadHeader(FileOp):
+    """Look into a file found at start, because somebody asks for its chunk now."""
+
+    is_read = True
+
+    def __init__(self, pair: TierPair, entry: Entry, done: SimpleQueue[None]) -> None:
+        self.name = entry.name
+        self._pair = pair
+        self._entry = entry
+        self._done = done
+
+    def run(self) -> None:
+        try:
+            if self._entry.unread:
+                self._pair.read_header(self._entry)
+        finally:
+            self._done.put(None)

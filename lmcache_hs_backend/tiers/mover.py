@@ -36,6 +36,8 @@ class FileOp(abc.ABC):
 
     name: bytes = b""
     is_read = False
+    #: Somebody else goes on with it: the name stays busy until they call ``Mover.release``.
+    handed_over = False
 
     @abc.abstractmethod
     def run(self) -> None:
@@ -185,7 +187,7 @@ class Mover:
         """The thread's operation, if it has one, is over; the next one, or None when the thread shall end."""
         with self._lock:
             over = self._running.pop(number, None)
-            name = b"" if over is None else over[0].name
+            name = b"" if over is None or over[0].handed_over else over[0].name
             del over  # what it holds shall not wait for the next one
             if name:
                 self.release(name)

@@ -18,20 +18,16 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from queue import SimpleQueue
-
-import torch
 
 from lmcache_hs_backend.arena import Buffer, BufferPool
 from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_name
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
+from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
-from lmcache_hs_backend.tiers.arrivals import Arrival, Waiter
 from lmcache_hs_backend.tiers.cold import ColdTier
-from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import Crew, work_alone
 from lmcache_hs_backend.tiers.hot import HotTier
-from lmcache_hs_backend.tiers.index import Entry, Index, Slot, Standing
+from lmcache_hs_backend.tiers.index import Entry, Index, Standing
 from lmcache_hs_backend.tiers.mover import FileOp, Mover
 from lmcache_hs_backend.tiers.namespace import Namespace
 from lmcache_hs_backend.tiers.rate import RateMeter
@@ -254,142 +250,6 @@ class TierPair:
                     self.bad_file(entry, bad)
                     buffers = {}
         return rows | {spec: buffer.bytes() for spec, buffer in buffers.items()}, list(buffers.values())
-
-
-class Read(FileOp):
-    """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory.
-
-    For a caller that waits, the rows then go on into its result, while the other reads go on. The caller copies
-    them itself, so that this thread is free for the next read; when it falls behind, this thread does.
-    """
-
-    def __init__(
-        self,
-        pair: TierPair,
-        entry: Entry,
-        layer_idxs: Sequence[int],
-        position: int = 0,
-        waiter: Waiter | None = None,
-    ) -> None:
-        """Lock held. Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for."""
-        self.name = entry.name
-        self.is_read = waiter is not None
-        self._pair = pair
-        self._entry = entry
-        self._layer_idxs = layer_idxs
-        self._position = position
-        self._waiter = waiter
-        self._slots: dict[int, Slot] = {}  # ours until they are the entry's
-        self._header: Header | None = None  # of the file, when it was read and is good
-        pair.lease(entry)
-
-    def run(self) -> None:
-        waiter = self._waiter
-        miss: str | None = "bad_file"
-        rows: dict[int, torch.Tensor] = {}
-        try:
-            miss, rows = self._read()
-            if waiter is not None and waiter.is_behind:
-                waiter.copy(self._position, rows, copy_alone)
-                rows = {}
-        finally:
-            self._publish()
-            if waiter is not None:
-                waiter.arrivals.put(Arrival(self._position, miss, rows))
-
-    def _read(self) -> tuple[str | None, dict[int, torch.Tensor]]:
-        """Read what RAM does not have. Why that fails, or None and the rows, if somebody waits for them."""
-        pair, entry, waiter = self._pair, self._entry, self._waiter
-        if waiter is not None and waiter.gave_up:
-            return "timeout", {}
-        with pair.lock:
-            # A read before this one may have brought some of the layers already.
-            wanted = [layer_idx for layer_idx in self._layer_idxs if layer_idx not in entry.hot]
-            layout = entry.filed
-            if wanted and entry.gone:
-                return "absent", {}  # the file of that name may be another chunk's by now
-            specs = [spec for idx in wanted if layout is not None and (spec := layout.spec(idx)) is not None]
-            if len(specs) < len(wanted):
-                return "bad_file", {}  # it was lost after the walk, and perhaps written again with fewer layers
-            if specs and (pair.config.promote or waiter is None):
-                # Slots for all the layers, or none: then nothing is promoted.
-                self._slots = next(iter(pair.hot.allocate([(entry.num_tokens, specs)])), {})
-        if not self._slots and waiter is None:
-            return None, {}  # a prefetch has no other use for what it reads
-        rows: dict[int, torch.Tensor] = {}
-        if layout is not None and specs:
-            miss = self._read_file(layout, specs, rows)
-            if miss is not None:
-                return miss, {}
-        if waiter is not None:
-            for layer_idx in self._layer_idxs:
-                if layer_idx not in rows:
-                    rows[layer_idx] = self._slot_rows(self._slots.get(layer_idx) or entry.hot[layer_idx])
-        return None, rows
-
-    def _read_file(
-        self, layout: FileLayout, specs: Sequence[LayerSpec], scratch: dict[int, torch.Tensor]
-    ) -> str | None:
-        """Read into the slots, or into ``scratch`` where there are none. Why that fails."""
-        pair, entry = self._pair, self._entry
-        into = {}
-        for spec in specs:
-            layer_idx, nbytes = spec.layer_idx, spec.nbytes(layout.num_tokens)
-            if self._slots:
-                into[layer_idx] = pair.hot.arena.bytes_at(self._slots[layer_idx].offset, nbytes)
-            else:
-                try:
-                    buffer = pair.pool.get(nbytes)
-                except (OSError, MemoryError) as error:
-                    logger.warning("no memory to read %d bytes into: %s", nbytes, error)
-                    return "memory"
-                scratch[layer_idx] = buffer.rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
-                into[layer_idx] = buffer.bytes()
-        try:
-            self._header = pair.cold.read(entry, layout, into)
-        except BadChunk as bad:
-            pair.bad_file(entry, bad)
-            return "bad_file"
-        except OSError as error:
-            logger.debug("chunk %s is not read: %s", entry.name.hex(), error)
-            return "offline"
-        return None
-
-    def _publish(self) -> None:
-        """What was read becomes the entry's, and the lease ends."""
-        pair, entry, slots, header = self._pair, self._entry, self._slots, self._header
-        with pair.lock:
-            if header is None:
-                pair.hot.free(slots)
-            elif slots:
-                entry.hot.update(slots)
-                entry.meta, entry.ids = header.meta, header.token_ids
-            pair.release(entry)
-        if slots and header is not None:
-            pair.metrics.add("promoted")
-
-    def _slot_rows(self, slot: Slot) -> torch.Tensor:
-        spec = slot.spec
-        return self._pair.hot.arena.rows_at(slot.offset, self._entry.num_tokens, spec.hidden_dim, spec.dtype)
-
-
-class ReadHeader(FileOp):
-    """Look into a file found at start, because somebody asks for its chunk now."""
-
-    is_read = True
-
-    def __init__(self, pair: TierPair, entry: Entry, done: SimpleQueue[None]) -> None:
-        self.name = entry.name
-        self._pair = pair
-        self._entry = entry
-        self._done = done
-
-    def run(self) -> None:
-        try:
-            if self._entry.unread:
-                self._pair.read_header(self._entry)
-        finally:
-            self._done.put(None)
 
 
 class Write(FileOp):

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
-from lmcache_hs_backend.tiers.arrivals import Waiter
 from lmcache_hs_backend.tiers.copying import alone, copy_alone
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Standing
-from lmcache_hs_backend.tiers.pair import Read, TierPair
+from lmcache_hs_backend.tiers.pair import TierPair
+from lmcache_hs_backend.tiers.reads import Read, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Serve:
                 self._copy_hot(refs[:known], walk, rows)
                 served, miss = self._await_reads(known, cold, waiter, deadline, miss)
         finally:
-            waiter.gave_up = True
+            waiter.give_up()
             with pair.lock:
                 for entry in entries[served:]:
                     pair.release(entry)
@@ -218,7 +218,7 @@ class Serve:
     def _await_reads(
         served: int, cold: Collection[int], waiter: Waiter, deadline: float, miss: str | None
     ) -> tuple[int, str | None]:
-        """Copy what arrives to its place in the result.
+        """Check and copy what arrives to its place in the result.
 
         Of ``served`` chunks, how many are whole when every read is over, or the time is, and why the next one is not.
         """
@@ -227,13 +227,14 @@ class Serve:
         with alone() if copy is copy_alone else contextlib.nullcontext():
             while waiting:
                 try:
-                    arrival = waiter.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+                    read = waiter.get(deadline)
                 except queue.Empty:
                     if min(waiting) < served:
                         served, miss = min(waiting), "timeout"
                     break
-                waiting.remove(arrival.position)
-                if arrival.miss is not None and arrival.position < served:
-                    served, miss = arrival.position, arrival.miss
-                waiter.copy(arrival.position, arrival.rows, copy)
+                if not read.finish(copy):
+                    continue
+                waiting.remove(read.position)
+                if read.miss is not None and read.position < served:
+                    served, miss = read.position, read.miss
         return served, miss
