@@ -21,6 +21,7 @@ import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import xxhash
@@ -37,6 +38,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_LAYERS = 1000
 MAX_TOKENS = 1 << 24
 
+_ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
 _LENGTH_BYTES = 8
 _TOKEN_IDS = "token_ids"
 _LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
@@ -314,11 +316,12 @@ def write(
     direct: bool,
     fsync: bool,
     mtime_ns: int,
+    turn: AbstractContextManager[object] = _ANY_TIME,
 ) -> tuple[str, FileLayout]:
     """Write a chunk to a temporary file in ``directory``; the caller renames or unlinks it.
 
-    ``rows`` gives the bytes of each layer (4096-aligned memory when ``direct``). Returns the temporary
-    path and the layout. Raises OSError, having removed the temporary file.
+    ``rows`` gives the bytes of each layer (4096-aligned memory when ``direct``); they are moved within ``turn``.
+    Returns the temporary path and the layout. Raises OSError, having removed the temporary file.
     """
     specs = file_order(list(rows))
     checksums = {_TOKEN_IDS: xxhash.xxh3_64_hexdigest(ids)}
@@ -332,7 +335,9 @@ def write(
     fd = files.open(path, flags | (os.O_DIRECT if direct and layout.direct else 0), 0o666)
     try:
         try:
-            if not _transfer(files.pwritev, fd, [head, *(rows[spec] for spec in specs)], 0):
+            with turn:
+                taken = _transfer(files.pwritev, fd, [head, *(rows[spec] for spec in specs)], 0)
+            if not taken:
                 raise OSError(errno.EIO, "the disk took no bytes", path)
             files.utime(fd, ns=(mtime_ns, mtime_ns))
             if fsync:
@@ -439,31 +444,40 @@ def read(
     return check(fetch(files, path, layout, into, direct=direct), name, prefix, layout, into, verify=verify)
 
 
-def fetch(files: FileLayer, path: str, layout: FileLayout, into: Mapping[int, memoryview], *, direct: bool) -> bytes:
+def fetch(
+    files: FileLayer,
+    path: str,
+    layout: FileLayout,
+    into: Mapping[int, memoryview],
+    *,
+    direct: bool,
+    turn: AbstractContextManager[object] = _ANY_TIME,
+) -> bytes:
     """The I/O of ``read``: the layers go to ``into``, their head is returned; ``check`` says whether that is the chunk.
 
-    The head comes along in the same system call where it can.
+    The head comes along in the same system call where it can. All bytes are moved within ``turn``.
     """
     fd, size = open_regular(files, path, direct=direct and layout.direct)
     try:
         if size != layout.size:
             raise BadChunk("size", f"{path} has {size} bytes instead of {layout.size}")
         head = _heads.get(layout.head_bytes)
-        position = 0
-        batch: list[memoryview] = [head]
-        reached = layout.head_bytes
-        for spec in layout.layers:  # neighbours in the file go into one call
-            view = into.get(spec.layer_idx)
-            if view is not None:
-                if not batch:
-                    position = reached
-                batch.append(view)
-            elif batch:
+        with turn:
+            position = 0
+            batch: list[memoryview] = [head]
+            reached = layout.head_bytes
+            for spec in layout.layers:  # neighbours in the file go into one call
+                view = into.get(spec.layer_idx)
+                if view is not None:
+                    if not batch:
+                        position = reached
+                    batch.append(view)
+                elif batch:
+                    _read_exactly(files, fd, batch, position)
+                    batch = []
+                reached += spec.nbytes(layout.num_tokens)
+            if batch:
                 _read_exactly(files, fd, batch, position)
-                batch = []
-            reached += spec.nbytes(layout.num_tokens)
-        if batch:
-            _read_exactly(files, fd, batch, position)
     finally:
         files.close(fd)
     return bytes(head)

@@ -68,6 +68,10 @@ class ColdTier:
         self._metrics = metrics
         self._files = files
         self._direct = config.use_odirect != "off" and self._probe_direct()
+        # Threads that all wait for the disk come back from it together, and then the disk waits for them. So one too
+        # many for it always has the next file ready.
+        threads = config.io_threads
+        self._turns = threading.BoundedSemaphore(threads - 1 if threads > 2 else threads)
         self._undeleted: dict[bytes, Entry] = {}  # chunks that are GONE, and whose file could not be deleted
         self._suspects: set[bytes] = set()  # chunks whose file has given EIO once
         self._told_at = -_TELL_AGAIN_SEC
@@ -87,6 +91,12 @@ class ColdTier:
     def _path(self, name: bytes, archived: bool) -> str:
         return chunk_path(self._root(archived), name)
 
+    def _reach(self, name: bytes) -> str:
+        """The path of a chunk's file, once it is sure that it leads through directories of ours."""
+        path = chunk_path(self._directory, name)
+        self._check_folder(os.path.dirname(path))
+        return path
+
     def _root(self, archived: bool) -> str:
         return os.path.join(self._directory, ARCHIVE) if archived else self._directory
 
@@ -100,8 +110,9 @@ class ColdTier:
         """The I/O of ``read``; what has come is for ``check`` to judge."""
         started = time.monotonic()
         try:
-            self._check_folder(fan_out(self._directory, entry.name))
-            head = chunkfile.fetch(self._files, self.path(entry.name), layout, into, direct=self._direct)
+            head = chunkfile.fetch(
+                self._files, self._reach(entry.name), layout, into, direct=self._direct, turn=self._turns
+            )
         except OSError as error:
             raise self._judged(entry.name, error) from None
         self._suspects.discard(entry.name)
@@ -116,8 +127,7 @@ class ColdTier:
     def read_header(self, name: bytes) -> Header:
         """The header of a chunk's file. Raises BadChunk (missing files included) or OSError."""
         try:
-            self._check_folder(fan_out(self._directory, name))
-            header = chunkfile.read_header(self._files, self.path(name))
+            header = chunkfile.read_header(self._files, self._reach(name))
             self._suspects.discard(name)
             return header
         except OSError as error:
@@ -200,7 +210,7 @@ class ColdTier:
         def write(direct: bool) -> tuple[str, FileLayout]:
             return chunkfile.write(
                 self._files, folder, meta, ids, rows,
-                direct=direct, fsync=self._config.fsync, mtime_ns=entry.used_ns,
+                direct=direct, fsync=self._config.fsync, mtime_ns=entry.used_ns, turn=self._turns,
             )  # fmt: skip
 
         try:
@@ -233,8 +243,7 @@ class ColdTier:
     def save_use(self, entry: Entry, used_ns: int) -> None:
         """Tell a later start when the chunk was last used, in its file's mtime."""
         try:
-            self._check_folder(fan_out(self._directory, entry.name))
-            self._files.utime(self.path(entry.name), ns=(used_ns, used_ns), follow_symlinks=False)
+            self._files.utime(self._reach(entry.name), ns=(used_ns, used_ns), follow_symlinks=False)
         except OSError as error:  # only the order of a later eviction depends on it
             logger.debug("the last use of %s is not saved: %s", entry.name.hex(), error)
             return
@@ -246,13 +255,13 @@ class ColdTier:
     def unlink(self, entry: Entry) -> bool:
         """Delete the file of an entry. A file that is not there is what was wanted; False: it is still there."""
         try:
-            self._check_folder(fan_out(self._directory, entry.name))
+            path = self._reach(entry.name)
             try:
-                self._files.unlink(self.path(entry.name))
+                self._files.unlink(path)
             except FileNotFoundError:
                 pass
             except IsADirectoryError:
-                self._move_aside(self.path(entry.name))
+                self._move_aside(path)
         except OSError as error:
             self._metrics.add("errors_unlink")
             logger.debug("%s cannot be deleted: %s", self.path(entry.name), error)
@@ -286,8 +295,7 @@ class ColdTier:
         """Move the file of an entry that is GONE to the archive: kept for extraction, never served."""
         size = entry.file_bytes
         try:
-            self._check_folder(fan_out(self._directory, entry.name))
-            self._rename(self.path(entry.name), self._path(entry.name, True))
+            self._rename(self._reach(entry.name), self._path(entry.name, True))
         except FileNotFoundError:
             size = 0
         except OSError as error:
@@ -316,8 +324,7 @@ class ColdTier:
         size = 0
         if moved:
             try:
-                self._check_folder(fan_out(self._directory, entry.name))
-                self._rename(self.path(entry.name), target)
+                self._rename(self._reach(entry.name), target)
                 size = os.lstat(target).st_size
             except FileNotFoundError:
                 moved = False

@@ -101,6 +101,10 @@ class Entry:
             return slot.spec
         return None if self.filed is None else self.filed.spec(layer_idx)
 
+    def specs(self, layer_idxs: Iterable[int]) -> list[LayerSpec]:
+        """Of those layers that either tier holds."""
+        return [spec for layer_idx in layer_idxs if (spec := self.spec(layer_idx)) is not None]
+
     def layer_idxs(self) -> set[int]:
         filed = {spec.layer_idx for spec in self.filed.layers} if self.filed else set()
         return filed | self.hot.keys()

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lmcache_hs_backend.chunk import ChunkRef, LayerSpec
+from lmcache_hs_backend.chunk import ChunkRef
 from lmcache_hs_backend.chunkfile import BadChunk, FileLayout, Header
 from lmcache_hs_backend.tiers.copying import Copy, copy_alone
 from lmcache_hs_backend.tiers.index import Entry, Slot
@@ -25,8 +25,8 @@ from lmcache_hs_backend.tiers.pair import TierPair
 
 logger = logging.getLogger(__name__)
 
-#: So many reads may wait for their caller before I/O threads, which have others to do, help with the rest of the work.
-_ENOUGH = 4
+#: Reads that may wait for their caller, for each I/O thread.
+_BACKLOG = 2
 
 
 class Waiter:
@@ -38,12 +38,13 @@ class Waiter:
     def __init__(self, refs: Sequence[ChunkRef]) -> None:
         self.refs = refs
         self.result: Mapping[int, torch.Tensor] = {}
+        self.reserved: dict[int, dict[int, Slot]] = {}  # slots by position, until its read takes them
         self.gave_up = False  # what has not started need not
         self._arrived: SimpleQueue[Read] = SimpleQueue()
 
-    def is_behind(self, busy: bool) -> bool:
-        """Whether the caller has enough to do with what has arrived; ``busy``: the I/O threads as well."""
-        return bool(self.result) and self._arrived.qsize() >= (_ENOUGH if busy else 1)
+    def has(self, reads: int) -> bool:
+        """Whether so many have arrived and wait for the caller to go on with them."""
+        return bool(self.result) and self._arrived.qsize() >= reads
 
     def put(self, read: Read) -> None:
         """A read has arrived, and is the caller's from now on."""
@@ -55,16 +56,14 @@ class Waiter:
         """The next read, for the caller to ``finish``. Raises queue.Empty at the deadline (monotonic)."""
         return self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
 
-    def copy(self, position: int, rows: Mapping[int, torch.Tensor], copy: Copy) -> None:
-        """Copy what was read for ``refs[position]`` to its place in the result."""
-        ref = self.refs[position]
-        for layer_idx, source in rows.items():
-            copy(self.result[layer_idx][ref.start : ref.end], source)
-
-    def give_up(self) -> None:
+    def give_up(self, pair: TierPair) -> None:
         """The caller wants nothing any more. Called on every path."""
         self.gave_up = True
         self._clear()
+        with pair.lock:
+            for slots in self.reserved.values():
+                pair.hot.free(slots)
+            self.reserved = {}
 
     def _clear(self) -> None:
         """End what has arrived, whoever comes first."""
@@ -108,8 +107,8 @@ class Read(FileOp):
         self._doubtful = doubtful
         self._layout: FileLayout | None = None  # of the file, if it has to be read
         self._slots: dict[int, Slot] = {}  # ours until they are the entry's
-        self._rows: dict[int, torch.Tensor] = {}  # for the result
-        self._into: dict[int, memoryview] = {}  # the same memory, as far as the file has to fill it
+        self._scratch: dict[int, torch.Tensor] = {}  # rows of the layers for which there was no slot
+        self._into: dict[int, memoryview] = {}  # the memory that the file has to fill
         self._head: bytes | None = None  # what stands in front of the rows in the file, once it has
         self._header: Header | None = None  # the same, when it is good and so are the rows
         self._ended = False
@@ -129,58 +128,54 @@ class Read(FileOp):
                 waiter.put(self)
 
     def _is_for(self, waiter: Waiter | None) -> bool:
-        """Whether the caller does the rest, rather than this thread."""
+        """Whether the caller does the rest, rather than this thread.
+
+        A copy on a second thread costs both of them time, so that is worth it only when the caller is far behind, or
+        nothing is left to read.
+        """
         if waiter is None or self.miss is not None or self._doubtful:
             return False
-        return not waiter.is_behind(self._pair.mover.queued_reads > 0)
+        return not waiter.has(_BACKLOG * self._pair.config.io_threads if self._pair.mover.queued_reads else 1)
 
     def _reserve(self) -> str | None:
         """Find out what has to be read, and memory for it. Why that is in vain, or None."""
         pair, entry, waiter = self._pair, self._entry, self._waiter
-        if waiter is not None and waiter.gave_up:
-            return "timeout"
         with pair.lock:
+            if waiter is not None:
+                self._slots = waiter.reserved.pop(self.position, {})
+                if waiter.gave_up:
+                    return "timeout"
             # A read before this one may have brought some of the layers already.
             wanted = [layer_idx for layer_idx in self._layer_idxs if layer_idx not in entry.hot]
-            layout = entry.filed
             if wanted and entry.gone:
                 return "absent"  # the file of that name may be another chunk's by now
-            specs = [spec for idx in wanted if layout is not None and (spec := layout.spec(idx)) is not None]
+            layout = entry.filed
+            specs = entry.specs(wanted)  # as its file has them
             if len(specs) < len(wanted):
                 return "bad_file"  # it was lost after the walk, and perhaps written again with fewer layers
-            if specs and (pair.config.promote or waiter is None):
-                # Slots for all the layers, or none: then nothing is promoted.
-                self._slots = next(iter(pair.hot.allocate([(entry.num_tokens, specs)])), {})
-            slots = entry.hot | self._slots
-        if waiter is None and not self._slots:
-            return None  # a prefetch has no other use for what it reads
-        if specs:
-            self._layout = layout
-        try:
-            for spec in specs:
-                self._find_memory(spec, slots.get(spec.layer_idx))
-        except (OSError, MemoryError) as error:
-            logger.warning("no memory to read chunk %s into: %s", entry.name.hex(), error)
-            return "memory"
-        for layer_idx in self._layer_idxs if waiter is not None else ():
-            if layer_idx in slots:
-                self._rows[layer_idx] = self._slot_rows(slots[layer_idx])
+            if specs != [slot.spec for slot in self._slots.values()]:
+                pair.hot.free(self._slots)
+                self._slots = {}
+                if pair.config.promote or waiter is None:
+                    # Slots for all the layers, or none: then nothing is promoted.
+                    self._slots = next(iter(pair.hot.allocate([(entry.num_tokens, specs)])), {})
+        if not specs or (waiter is None and not self._slots):
+            return None  # a prefetch has no use for what it cannot keep
+        self._layout = layout
+        for spec in specs:
+            layer_idx, nbytes = spec.layer_idx, spec.nbytes(entry.num_tokens)
+            slot = self._slots.get(layer_idx)
+            if slot is not None:
+                self._into[layer_idx] = pair.hot.arena.bytes_at(slot.offset, nbytes)
+                continue
+            try:
+                buffer = pair.pool.get(nbytes)
+            except (OSError, MemoryError) as error:
+                logger.warning("no memory to read %d bytes into: %s", nbytes, error)
+                return "memory"
+            self._into[layer_idx] = buffer.bytes()
+            self._scratch[layer_idx] = buffer.rows(entry.num_tokens, spec.hidden_dim, spec.dtype)
         return None
-
-    def _find_memory(self, spec: LayerSpec, slot: Slot | None) -> None:
-        """Where a layer of the file goes: its slot, or memory that lasts until it is copied."""
-        tokens = self._entry.num_tokens
-        nbytes = spec.nbytes(tokens)
-        if slot is not None:
-            self._into[spec.layer_idx] = self._pair.hot.arena.bytes_at(slot.offset, nbytes)
-        else:
-            buffer = self._pair.pool.get(nbytes)
-            self._into[spec.layer_idx] = buffer.bytes()
-            self._rows[spec.layer_idx] = buffer.rows(tokens, spec.hidden_dim, spec.dtype)
-
-    def _slot_rows(self, slot: Slot) -> torch.Tensor:
-        spec = slot.spec
-        return self._pair.hot.arena.rows_at(slot.offset, self._entry.num_tokens, spec.hidden_dim, spec.dtype)
 
     def _fetch(self) -> str | None:
         """Have the file's bytes where they belong, as they are. Why that fails."""
@@ -211,7 +206,7 @@ class Read(FileOp):
             if self._head is not None and self._layout is not None:
                 self._header = self._pair.cold.check(self._entry, self._layout, self._into, self._head)
             if self.miss is None and self._waiter is not None and not self._waiter.gave_up:
-                self._waiter.copy(self.position, self._rows, copy)
+                self._copy(self._waiter, copy)
         except BadChunk as bad:
             self.miss = "bad_file"
             again = self.handed_over
@@ -221,11 +216,20 @@ class Read(FileOp):
             self._end(again)
         return not again
 
+    def _copy(self, waiter: Waiter, copy: Copy) -> None:
+        entry, arena, ref = self._entry, self._pair.hot.arena, waiter.refs[self.position]
+        for layer_idx in self._layer_idxs:
+            rows = self._scratch.get(layer_idx)
+            if rows is None:
+                slot = self._slots.get(layer_idx) or entry.hot[layer_idx]
+                rows = arena.rows_at(slot.offset, entry.num_tokens, slot.spec.hidden_dim, slot.spec.dtype)
+            copy(waiter.result[layer_idx][ref.start : ref.end], rows)
+
     def _end(self, again: bool) -> None:
         """What was read becomes the entry's, and the lease ends."""
         pair, entry, slots, header = self._pair, self._entry, self._slots, self._header
         self._ended = True
-        self._rows, self._into = {}, {}
+        self._scratch, self._into = {}, {}
         with pair.lock:
             if header is None:
                 pair.hot.free(slots)

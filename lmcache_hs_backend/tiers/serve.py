@@ -57,7 +57,7 @@ class Serve:
         pair = self._pair
         deadline = time.monotonic() + pair.config.read_timeout_sec
         ensure_read(pair, refs, deadline - time.monotonic())
-        waiter = Waiter(refs)
+        waiter: Waiter | None = None
         with pair.lock:
             walk = self._walk(refs, layer_idxs, dtype is None)
         entries, miss, served = walk.entries, walk.miss, 0
@@ -70,15 +70,21 @@ class Serve:
                 known, miss = self._judge(refs, entries, answers, asked_ns, miss)
             cold = [position for position in walk.cold if position < known]
             if cold:  # first of all: the disk takes longest
+                waiter = Waiter(refs)
                 self._submit_reads(walk, cold, waiter)
-            rows = waiter.result = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
+            rows = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
             if known and not rows:
                 miss = "memory"
             elif known:
+                if waiter is not None:
+                    waiter.result = rows
                 self._copy_hot(refs[:known], walk, rows)
-                served, miss = self._await_reads(known, cold, waiter, deadline, miss)
+                served, miss = (
+                    (known, miss) if waiter is None else self._await_reads(known, cold, waiter, deadline, miss)
+                )
         finally:
-            waiter.give_up()
+            if waiter is not None:
+                waiter.give_up(pair)
             with pair.lock:
                 for entry in entries[served:]:
                     pair.release(entry)
@@ -110,8 +116,7 @@ class Serve:
                 if not all(entry.has(layer_idx) for layer_idx in wanted):
                     return
                 cold = [layer_idx for layer_idx in sorted(wanted) if layer_idx not in entry.hot]
-                specs = [entry.spec(layer_idx) for layer_idx in cold]
-                room -= sum(spec.nbytes(entry.num_tokens) for spec in specs if spec is not None)
+                room -= sum(spec.nbytes(entry.num_tokens) for spec in entry.specs(cold))
                 if room < 0:
                     return
                 if cold:
@@ -209,10 +214,14 @@ class Serve:
         self._pair.hot.copy_out(parts, reading=bool(walk.cold))
 
     def _submit_reads(self, walk: _Walk, positions: Sequence[int], waiter: Waiter) -> None:
-        """Have cold chunks read side by side."""
-        with self._pair.lock:
+        """Have cold chunks read side by side, into slots that lie side by side as far as there is room."""
+        pair, entries = self._pair, walk.entries
+        with pair.lock:
+            if pair.config.promote:
+                chunks = [(entries[p].num_tokens, entries[p].specs(walk.cold[p])) for p in positions]
+                waiter.reserved = dict(zip(positions, pair.hot.allocate(chunks), strict=False))
             for p in positions:
-                self._pair.mover.submit(Read(self._pair, walk.entries[p], walk.cold[p], p, waiter))
+                pair.mover.submit(Read(pair, entries[p], walk.cold[p], p, waiter))
 
     @staticmethod
     def _await_reads(
