@@ -22,6 +22,7 @@ class FaultyDisk(FileLayer):
         self.fail_once: dict[str, int] = {}
         self.bad_paths: dict[str, int] = {}  # path → errno with which it cannot be opened
         self.bytes_per_sec = 0.0  # 0: as fast as the disk is
+        self.flips = 0  # so many of the next reads bring a wrong byte
         self.short = 0  # most bytes that one transfer moves; 0: all
         self.calls: Counter[str] = Counter()
         self.hanging = 0  # calls that are stuck at the moment
@@ -65,7 +66,12 @@ class FaultyDisk(FileLayer):
         return int(real(fd, views, offset))
 
     def preadv(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
-        return self._transfer("preadv", os.preadv, fd, views, offset)
+        moved = self._transfer("preadv", os.preadv, fd, views, offset)
+        if self.flips:
+            self.flips -= 1
+            INJECTED["a byte flipped on its way"] += 1
+            views[-1][-1] ^= 1
+        return moved
 
     def pwritev(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
         return self._transfer("pwritev", os.pwritev, fd, views, offset)

@@ -160,6 +160,79 @@ def test_a_retrieve_larger_than_the_pool_keeps_no_more_scratch_memory_than_threa
         assert store._pair.pool.idle_bytes <= result + 8 * LAYER_BYTES, "what is read goes on into the result at once"
 
 
+# -- cold hits, in two halves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_a_chunk_that_arrives_damaged_once_is_read_again_and_served(
+    tmp_path: Path, disk: FaultyDisk, promote: bool
+) -> None:
+    with opened(tmp_path, files=disk, promote=promote) as store:
+        p, x = on_disk(store, 4)
+        disk.flips = 1
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+        assert (disk.calls["preadv"], disk.flips) == (5, 0)
+        stats = store.stats()
+        assert (stats["hits_cold"], stats["misses_bad_file"], stats["quarantined_chunks"]) == (4, 0, 0)
+        check_balance(store)
+
+
+def test_a_chunk_that_arrives_damaged_twice_is_set_aside(tmp_path: Path, disk: FaultyDisk) -> None:
+    with opened(tmp_path, files=disk) as store:
+        p, _ = on_disk(store, 1)
+        disk.flips = 2
+        assert store.retrieve(p.refs, [0]) == {}
+        stats = store.stats()
+        assert (stats["misses_bad_file"], stats["quarantined_chunks"], stats["hot_bytes"]) == (1, 1, 0)
+        check_balance(store)
+
+
+def test_two_calls_for_the_same_chunks_read_each_file_once(tmp_path: Path, disk: FaultyDisk) -> None:
+    with opened(tmp_path, files=disk, read_timeout_sec=30) as store:
+        p, x = on_disk(store, 6)
+        opened_before = disk.calls["open"]
+        disk.hang()
+        found: list[torch.Tensor] = []
+        callers = [threading.Thread(target=lambda: found.append(store.retrieve(p.refs, [0])[0])) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        entry = store._pair.index.get(p.names[5])
+        wait_until(lambda: entry is not None and entry.leases == 6)  # each call's, and its read's
+        disk.resume()
+        for caller in callers:
+            caller.join()
+        assert len(found) == 3
+        assert all(torch.equal(rows, x.float()) for rows in found)
+        assert disk.calls["open"] - opened_before == 6
+        check_balance(store)
+
+
+def test_a_call_that_gives_up_leaves_no_slot_behind(tmp_path: Path, disk: FaultyDisk) -> None:
+    with opened(tmp_path, files=disk, read_timeout_sec=0.2) as store:
+        p, x = on_disk(store, 8)
+        disk.hang()
+        assert store.retrieve(p.refs, [0]) == {}
+        assert store.stats()["misses_timeout"] == 1
+        assert store.stats()["hot_bytes"] <= store.config.io_threads * LAYER_BYTES, "those of reads under way"
+        disk.resume()
+        wait_until(lambda: not store._pair.mover._busy and store.stats()["cold_state"] == "online")
+        check_balance(store)
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+
+
+def test_an_error_in_the_callers_half_ends_all_its_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as store:
+        p, x = on_disk(store, 6)
+        with monkeypatch.context() as patch:
+            too_narrow = {0: torch.zeros(6 * CHUNK, HIDDEN - 1)}
+            patch.setattr(store._serve, "_outputs", lambda *_: too_narrow)
+            with pytest.raises(RuntimeError):
+                store.retrieve(p.refs, [0])
+        wait_until(lambda: not store._pair.mover._busy)
+        check_balance(store)
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+
+
 # -- dropped and stored again --------------------------------------------------------------------------------
 
 
