@@ -226,11 +226,11 @@ class BufferPool:
     def _reuse(self, size: int) -> mmap.mmap | None:
         with self._lock:
             self._collect()
-            fits = [i for i, (region, _) in enumerate(self._idle) if size <= len(region) <= 2 * size]
-            if not fits:
-                return None
-            best = min(fits, key=lambda i: len(self._idle[i][0]))
-            return self._idle.pop(best)[0]
+            best, best_size = -1, 2 * size + 1
+            for number, (region, _) in enumerate(self._idle):
+                if size <= len(region) < best_size:
+                    best, best_size = number, len(region)
+            return None if best < 0 else self._idle.pop(best)[0]
 
     def trim(self) -> None:
         """Let go of regions that have been idle too long or are too many. Called now and then."""
@@ -244,6 +244,7 @@ class BufferPool:
         with self._lock:
             self._closed = True
             self._collect()
+            self._idle.clear()
 
     @property
     def idle_bytes(self) -> int:
@@ -253,6 +254,8 @@ class BufferPool:
 
     def _collect(self) -> None:
         """Take what finalizers have returned; keep the most recent within the limit."""
+        if not self._returned:
+            return
         now = time.monotonic()
         while self._returned:
             self._idle.append((self._returned.popleft(), now))

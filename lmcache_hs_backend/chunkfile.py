@@ -142,29 +142,34 @@ def build_head(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[s
     ``specs`` must be in file order; ``ids`` are the chunk's own token ids (int64 bytes). Raises ValueError for
     what a reader would refuse.
     """
-    tensors: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "version": VERSION,
-            "key": meta.key,
-            "chunk_hash": meta.chunk_hash,
-            "parent": meta.parent,
-            "prefix": meta.prefix.hex(),
-            "start": str(meta.start),
-            "num_tokens": str(meta.num_tokens),
-            "model": meta.model,
-            "created_at": meta.created_at,
-            "xxh3": json.dumps(dict(checksums), separators=(",", ":")),
-            "capture": meta.capture,
-        },
-        **_tensors(meta.num_tokens, tuple(specs)),
+    info = {
+        "format": FORMAT,
+        "version": VERSION,
+        "key": meta.key,
+        "chunk_hash": meta.chunk_hash,
+        "parent": meta.parent,
+        "prefix": meta.prefix.hex(),
+        "start": str(meta.start),
+        "num_tokens": str(meta.num_tokens),
+        "model": meta.model,
+        "created_at": meta.created_at,
+        "xxh3": _json(dict(checksums)),
+        "capture": meta.capture,
     }
-    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text = f'{{"__metadata__":{_json(info)},{_tensors_text(meta.num_tokens, tuple(specs))[1:]}'.encode()
     if len(text) + ALIGN > MAX_HEADER_BYTES or len(specs) > MAX_LAYERS:
         raise ValueError(f"a header of {len(text)} bytes for {len(specs)} layers is more than a reader accepts")
     total = align(_LENGTH_BYTES + len(text) + len(ids))
     length = total - _LENGTH_BYTES - len(ids)
     return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length) + ids
+
+
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@functools.lru_cache(maxsize=256)
+def _tensors_text(num_tokens: int, specs: tuple[LayerSpec, ...]) -> str:
+    return _json(_tensors(num_tokens, specs))
 
 
 @functools.lru_cache(maxsize=256)

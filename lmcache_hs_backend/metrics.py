@@ -141,6 +141,12 @@ class Metrics:
         with self._lock:
             self._counts[name] += count
 
+    def add_all(self, counts: Mapping[str, int]) -> None:
+        """Count several things; the names are some of COUNTERS."""
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
     def observe(self, name: str, seconds: float, **counts: int) -> None:
         """A duration for one of HISTOGRAMS, and ``counts`` for some of COUNTERS that go with it.
 

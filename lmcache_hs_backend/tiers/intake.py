@@ -110,7 +110,7 @@ class Intake:
         self, refs: Sequence[ChunkRef], specs: Sequence[LayerSpec], answers: Sequence[Presence]
     ) -> tuple[list[ChunkRef], list[_Want], int]:
         """Lock held. The chunks up to the first that cannot be stored, what of them is new, what counts."""
-        index, wants, stored = self._pair.index, [], 0
+        index, wants, stored, seen_ns = self._pair.index, [], 0, time.monotonic_ns()
         layer_idxs = frozenset(spec.layer_idx for spec in specs)
         known = []
         for number, (ref, answer) in enumerate(zip(refs, answers, strict=True)):
@@ -119,7 +119,7 @@ class Intake:
             if entry is None or entry.standing is Standing.UNREAD:
                 wants.append(_Want(ref, specs, present, counted=False))
                 continue
-            if entry.prefix != ref.prefix or entry.num_tokens != ref.num_tokens:
+            if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
                 self._pair.metrics.loss("collision", len(refs) - number)
                 refs = refs[:number]
                 break
@@ -137,7 +137,7 @@ class Intake:
                 wants.append(_Want(ref, specs, present, counted=False))
                 continue
             if present:
-                self._pair.confirm(entry, ref.kv_key)
+                self._pair.confirm(entry, ref.kv_key, seen_ns)
             known.append(entry)
             counted = False
             if entry.uncounted:

@@ -120,10 +120,10 @@ class TierPair:
         self.metrics.add("kv_gone_deleted")
         self.forget(entry, archive=self.config.on_kv_gone == "archive")
 
-    def confirm(self, entry: Entry, kv_key: object) -> None:
-        """The KV of a chunk has been seen present: from now on its absence means something."""
+    def confirm(self, entry: Entry, kv_key: object, seen_ns: int) -> None:
+        """The KV of a chunk has been seen present (``seen_ns``: monotonic): from now on its absence means something."""
         entry.kv_key = kv_key
-        entry.seen_ns = time.monotonic_ns()
+        entry.seen_ns = seen_ns
         if entry.standing is Standing.UNCONFIRMED:
             self.index.stand(entry, Standing.CONFIRMED)
 

@@ -89,13 +89,13 @@ class Serve:
                 for entry in entries[served:]:
                     pair.release(entry)
                 pair.release_used(entries[:served])
+        from_disk = sum(position < served for position in cold)
+        counts = {"hits_hot": served - from_disk, "hits_cold": from_disk}
         if miss is not None:
-            pair.metrics.add(f"misses_{miss}")
+            counts[f"misses_{miss}"] = 1
+        pair.metrics.add_all(counts)
         if not served:
             return {}
-        from_disk = sum(position < served for position in cold)
-        pair.metrics.add("hits_hot", served - from_disk)
-        pair.metrics.add("hits_cold", from_disk)
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
@@ -174,9 +174,10 @@ class Serve:
     ) -> tuple[int, str | None]:
         """How many of the chunks may be served, as to their KV; those whose KV is gone leave both tiers."""
         known = next((n for n, answer in enumerate(answers) if answer is not Presence.PRESENT), len(entries))
+        seen_ns = time.monotonic_ns()
         for position, entry in enumerate(entries[:known]):
             if entry.standing is not Standing.CONFIRMED or entry.uncounted:
-                self._pair.confirm(entry, refs[position].kv_key)
+                self._pair.confirm(entry, refs[position].kv_key, seen_ns)
                 entry.uncounted = frozenset()
         for position in range(known, len(entries)):
             entry, answer = entries[position], answers[position]
