@@ -17,7 +17,7 @@ from benchmarks.context import Context
 from benchmarks.disk import RawDisk
 from benchmarks.figures import Result, Table
 from benchmarks.measuring import median
-from benchmarks.workload import Stores, expect
+from benchmarks.workload import Stores, expect, huge_rows
 
 TITLE = "Zipf stream, pool of a quarter"
 
@@ -56,6 +56,7 @@ def run(context: Context) -> Result:
     prompts = _Prompts(context)
     nbytes = size.chunk * size.zipf_hidden * 2
     pool = max(prompts.chunks * nbytes // 4, 2 * prompts.part * nbytes * 2)
+    memory = _Ram(pool, 2 * prompts.part * size.chunk, size.zipf_hidden)
     ram: list[float] = []  # bytes of float32 per second, as copied
     raw: dict[int, list[float]] = {depth: [] for depth in size.depths}
     asked = unlimited = 0
@@ -102,7 +103,7 @@ def run(context: Context) -> Result:
                 del mine
 
                 if number % max(1, size.zipf_requests // _SAMPLES) == 0:
-                    ram.append(_ram_rate(rows))
+                    ram.append(memory.rate())
                     if not files and len(stores.files()) >= 2 * prompts.part:
                         files = stores.files()[: 2 * prompts.part]
                         direct = disk.takes_direct(path)
@@ -150,12 +151,24 @@ def run(context: Context) -> Result:
     return result
 
 
-def _ram_rate(rows: torch.Tensor) -> float:
-    wide = torch.zeros(rows.shape)
-    wide.copy_(rows)
-    started = time.perf_counter()
-    wide.copy_(rows)
-    return wide.numel() * 4 / (time.perf_counter() - started)
+class _Ram:
+    """As much memory as the pool has, in huge pages too. Each sample copies what was left alone the longest."""
+
+    def __init__(self, nbytes: int, tokens: int, hidden: int) -> None:
+        self._rows = huge_rows(nbytes // (2 * hidden), hidden, torch.bfloat16)
+        self._wide = huge_rows(tokens, hidden, torch.float32)
+        self._next = 0
+
+    def rate(self) -> float:
+        """Bytes of float32 per second."""
+        tokens = len(self._wide)
+        if self._next + tokens > len(self._rows):
+            self._next = 0
+        rows = self._rows[self._next : self._next + tokens]
+        self._next += tokens
+        started = time.perf_counter()
+        self._wide.copy_(rows)
+        return self._wide.numel() * 4 / (time.perf_counter() - started)
 
 
 def _disk_rates(limits: RawDisk, files: list[str], nbytes: int, rates: dict[int, list[float]]) -> None:
