@@ -45,9 +45,7 @@ class Spread(NamedTuple):
     high: float
 
 
-def interleaved(
-    steps: Mapping[str, Step], rounds: int, *, warmups: int = 2, before: Callable[[], object] | None = None
-) -> Times:
+def interleaved(steps: Mapping[str, Step], rounds: int, *, warmups: int = 2) -> Times:
     """Run all steps in turn, ``rounds`` times after ``warmups`` rounds that touch fresh memory and do not count.
 
     A step runs twice in a row, and the second time counts. A virtual machine can be slow to touch memory again that it
@@ -57,8 +55,6 @@ def interleaved(
     times: Times = {name: [] for name in steps}
     gc.collect()
     for number in range(-warmups, rounds):
-        if before is not None:
-            before()
         for name, step in steps.items():
             step.seconds()
             elapsed = step.seconds()

@@ -82,12 +82,10 @@ class Stores:
     def keys(self, ids: list[int]) -> list[Any]:
         return [key for _, _, key in self.database.process_tokens(tokens=ids)]
 
-    def forget(self, ids: list[int]) -> None:
-        """Both stores lose a prompt."""
+    def forget(self, store: Any, ids: list[int]) -> None:
+        """One of the stores loses a prompt."""
         for key in self.keys(ids):
-            self.ours.drop_key(key)
-            if self.upstream is not None:
-                self.upstream.drop_key(key)
+            store.drop_key(key)
 
     def write_all(self) -> None:
         """Everything dirty goes to disk; it stays in RAM, clean."""

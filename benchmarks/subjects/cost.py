@@ -35,7 +35,8 @@ def run(context: Context) -> Result:
         raw_paths = [os.path.join(path, f"raw-{number}") for number in range(size.chunks)]
 
         def forget() -> None:
-            stores.forget(ids)
+            for store in (stores.ours, stores.upstream):
+                stores.forget(store, ids)
 
         def store_again() -> None:
             stores.delete_all()
