@@ -433,6 +433,7 @@ class TieredStore:
         pair = self._pair
         with pair.lock:
             stuck = pair.mover.stuck(self.config.read_timeout_sec)
+            pair.mover.wake()
         pair.cold.health.check(stuck)
         now = time.monotonic()
         with pair.lock:

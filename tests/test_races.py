@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +160,29 @@ def test_a_retrieve_larger_than_the_pool_keeps_no_more_scratch_memory_than_threa
         assert store.stats()["hits_cold"] == 40
         result = 40 * 2 * LAYER_BYTES  # float32, and idle again by now
         assert store._pair.pool.idle_bytes <= result + 8 * LAYER_BYTES, "what is read goes on into the result at once"
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_a_write_that_is_due_does_not_wait_for_the_thread_that_has_planned_it(tmp_path: Path, busy: int) -> None:
+    go = threading.Event()
+
+    class SlowReads(FaultyDisk):
+        def preadv(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+            go.wait(20)
+            return super().preadv(fd, views, offset)
+
+    with opened(tmp_path, files=SlowReads(), io_threads=4, read_timeout_sec=30, write_back_sec=FOREVER) as store:
+        p, x = on_disk(store, 4)
+        store._pair.config = dataclasses.replace(store.config, write_back_sec=0.5)
+        q = prompt(1)
+        store.store(q.refs, q.bytes, {0: rows(CHUNK)})  # one idle thread looks at it, and finds it too early
+        store.prefetch(p.refs[:busy])
+        try:
+            wait_until(lambda: store.stats()["written_chunks"] == 5)
+        finally:
+            go.set()
+        wait_until(lambda: store.has(p.names[0], 0)[0])
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
 
 # -- cold hits, in two halves --------------------------------------------------------------------------------

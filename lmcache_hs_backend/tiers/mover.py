@@ -123,8 +123,12 @@ class Mover:
         return name in self._busy
 
     def wake(self) -> None:
-        """There may be something to write now, or sooner than a thread has planned to look."""
-        self._work.notify_all()
+        """There may be something to write now, or sooner than a thread has planned to look.
+
+        One idle thread looks, and has the next one look if it found something: all of them at once would get into the
+        way of the caller. It may be called away to a read before its time has come, so this is called now and then.
+        """
+        self._work.notify()
 
     @property
     def queued_reads(self) -> int:
