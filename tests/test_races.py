@@ -34,6 +34,7 @@ from waiting import wait_until
 from lmcache_hs_backend.chunk import LayerSpec, Presence, token_bytes
 from lmcache_hs_backend.chunkfile import FileLayer, read_header, write
 from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.reads import Read, Waiter
 
 FOREVER = 3600.0
 
@@ -258,6 +259,48 @@ def test_an_error_in_the_callers_half_ends_all_its_reads(tmp_path: Path, monkeyp
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
 
+def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, read_timeout_sec=20) as store:
+        p, x = on_disk(store, 6)
+        copy = Read._copy
+
+        def fail(self: Read, waiter: Waiter, how: Any) -> None:
+            if self.position == 3:
+                raise RuntimeError("on purpose")
+            copy(self, waiter, how)
+
+        monkeypatch.setattr(Read, "_copy", fail)
+        monkeypatch.setattr(Read, "_is_for", lambda self, waiter: False)  # the I/O threads do it all
+        started = time.monotonic()
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x[: 3 * CHUNK].float())
+        assert time.monotonic() - started < 10
+        wait_until(lambda: store.stats()["errors_internal"] == 1)
+        wait_until(lambda: not store._pair.mover._busy)
+        check_balance(store)
+
+
+def test_a_caller_that_is_interrupted_with_a_read_in_hand_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        p, x = on_disk(store, 6)
+        finish = Read.finish
+
+        def interrupted(self: Read, *how: Any) -> bool:
+            monkeypatch.setattr(Read, "finish", finish)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Read, "finish", interrupted)
+        monkeypatch.setattr(Read, "_is_for", lambda self, waiter: self.miss is None)
+        with pytest.raises(KeyboardInterrupt):
+            store.retrieve(p.refs, [0])
+        wait_until(lambda: not store._pair.mover._busy)
+        check_balance(store)
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+
+
 # -- dropped and stored again --------------------------------------------------------------------------------
 
 
@@ -272,8 +315,6 @@ def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: 
         y = {0: rows(CHUNK, seed=5), 3: rows(CHUNK, seed=6)}
         assert store.store(p.refs, p.bytes, y) == 1
         assert store.flush(10) == 0
-        from lmcache_hs_backend.tiers.reads import Read, Waiter
-
         waiter = Waiter(p.refs)
         with store._pair.lock:  # the late read of a walk that began before the drop
             store._pair.mover.submit(Read(store._pair, entry, [0], 0, waiter))

@@ -41,6 +41,7 @@ class Waiter:
         self.reserved: dict[int, dict[int, Slot]] = {}  # slots by position, until its read takes them
         self.gave_up = False  # what has not started need not
         self._arrived: SimpleQueue[Read] = SimpleQueue()
+        self._in_hand: Read | None = None  # of the caller
 
     def has(self, reads: int) -> bool:
         """Whether so many have arrived and wait for the caller to go on with them."""
@@ -54,11 +55,14 @@ class Waiter:
 
     def get(self, deadline: float) -> Read:
         """The next read, for the caller to ``finish``. Raises queue.Empty at the deadline (monotonic)."""
-        return self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+        self._in_hand = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+        return self._in_hand
 
     def give_up(self, pair: TierPair) -> None:
         """The caller wants nothing any more. Called on every path."""
         self.gave_up = True
+        if self._in_hand is not None:  # it was interrupted, perhaps
+            self._in_hand.finish()
         self._clear()
         with pair.lock:
             for slots in self.reserved.values():
@@ -122,10 +126,12 @@ class Read(FileOp):
             self.miss = self._reserve() or self._fetch()
         finally:
             self.handed_over = self._is_for(waiter)
-            if not self.handed_over:
-                self.finish()
-            if waiter is not None:
-                waiter.put(self)
+            try:
+                if not self.handed_over:
+                    self.finish()
+            finally:
+                if waiter is not None:
+                    waiter.put(self)
 
     def _is_for(self, waiter: Waiter | None) -> bool:
         """Whether the caller does the rest, rather than this thread.
@@ -201,14 +207,15 @@ class Read(FileOp):
         """
         if self._ended:
             return True
+        miss, self.miss = self.miss, "bad_file"
         again = False
         try:
             if self._head is not None and self._layout is not None:
                 self._header = self._pair.cold.check(self._entry, self._layout, self._into, self._head)
-            if self.miss is None and self._waiter is not None and not self._waiter.gave_up:
+            if miss is None and self._waiter is not None and not self._waiter.gave_up:
                 self._copy(self._waiter, copy)
+            self.miss = miss
         except BadChunk as bad:
-            self.miss = "bad_file"
             again = self.handed_over
             if not again:
                 self._pair.bad_file(self._entry, bad)
