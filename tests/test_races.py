@@ -264,7 +264,12 @@ def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
 ) -> None:
     with opened(tmp_path, read_timeout_sec=20) as store:
         p, x = on_disk(store, 6)
-        copy = Read._copy
+        copy, fetch = Read._copy, Read._fetch
+
+        def fetch_late(self: Read) -> str | None:
+            miss = fetch(self)
+            wait_until(lambda: self._waiter is not None and bool(self._waiter.result))
+            return miss
 
         def fail(self: Read, waiter: Waiter, how: Any) -> None:
             if self.position == 3:
@@ -272,6 +277,7 @@ def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
             copy(self, waiter, how)
 
         monkeypatch.setattr(Read, "_copy", fail)
+        monkeypatch.setattr(Read, "_fetch", fetch_late)
         monkeypatch.setattr(Read, "_is_for", lambda self, waiter: False)  # the I/O threads do it all
         started = time.monotonic()
         assert torch.equal(store.retrieve(p.refs, [0])[0], x[: 3 * CHUNK].float())
