@@ -190,12 +190,15 @@ def test_a_write_that_is_due_does_not_wait_for_the_thread_that_has_planned_it(tm
 
 
 @pytest.mark.parametrize("promote", [True, False])
+@pytest.mark.parametrize("by_caller", [True, False])
 def test_a_chunk_that_arrives_damaged_once_is_read_again_and_served(
-    tmp_path: Path, disk: FaultyDisk, promote: bool
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch, promote: bool, by_caller: bool
 ) -> None:
     with opened(tmp_path, files=disk, promote=promote) as store:
         p, x = on_disk(store, 4)
         disk.flips = 1
+        if not by_caller:
+            monkeypatch.setattr(Waiter, "has", lambda self, _: bool(self.result))
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert (disk.calls["preadv"], disk.flips) == (5, 0)
         stats = store.stats()
@@ -210,6 +213,18 @@ def test_a_chunk_that_arrives_damaged_twice_is_set_aside(tmp_path: Path, disk: F
         assert store.retrieve(p.refs, [0]) == {}
         stats = store.stats()
         assert (stats["misses_bad_file"], stats["quarantined_chunks"], stats["hot_bytes"]) == (1, 1, 0)
+        check_balance(store)
+
+
+def test_a_prefetch_reads_again_what_arrives_damaged_once(tmp_path: Path, disk: FaultyDisk) -> None:
+    with opened(tmp_path, files=disk) as store:
+        p, x = on_disk(store, 1)
+        disk.flips = 1
+        store.prefetch(p.refs)
+        wait_until(lambda: store.has(p.names[0], 0) == (True, True))
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+        assert store.stats()["quarantined_chunks"] == 0
+        wait_until(lambda: not store._pair.mover._busy)
         check_balance(store)
 
 

@@ -98,7 +98,8 @@ class Read(FileOp):
     ) -> None:
         """Lock held. Without ``waiter`` it is a prefetch, which goes behind the reads that somebody waits for.
 
-        ``doubtful``: what was read before did not add up. The I/O thread judges it, as it may set the file aside.
+        ``doubtful``: what was read before did not add up. It may have been damaged on its way; if it still does not,
+        the file is set aside, so an I/O thread judges it.
         """
         self.name = entry.name
         self.is_read = waiter is not None
@@ -126,11 +127,11 @@ class Read(FileOp):
             self.miss = self._reserve() or self._fetch()
         finally:
             self.handed_over = self._is_for(waiter)
+            over = True
             try:
-                if not self.handed_over:
-                    self.finish()
+                over = self.handed_over or self.finish()
             finally:
-                if waiter is not None:
+                if waiter is not None and over:
                     waiter.put(self)
 
     def _is_for(self, waiter: Waiter | None) -> bool:
@@ -216,7 +217,7 @@ class Read(FileOp):
                 self._copy(self._waiter, copy)
             self.miss = miss
         except BadChunk as bad:
-            again = self.handed_over
+            again = not self._doubtful
             if not again:
                 self._pair.bad_file(self._entry, bad)
         finally:
