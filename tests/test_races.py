@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -300,6 +301,25 @@ def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
         wait_until(lambda: store.stats()["errors_internal"] == 1)
         wait_until(lambda: not store._pair.mover._busy)
         check_balance(store)
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_the_memory_of_a_cold_result_comes_back_without_a_garbage_collection(tmp_path: Path, promote: bool) -> None:
+    with opened(tmp_path, promote=promote) as store:
+        p, _ = on_disk(store, 6)
+        gc.collect()
+        gc.disable()
+        try:
+            store.retrieve(p.refs, [0])
+            wait_until(lambda: store._pair.pool.idle_bytes >= 6 * 2 * LAYER_BYTES)  # float32
+            idle = store._pair.pool.idle_bytes
+            demote(store)
+            store.retrieve(p.refs, [0])
+            wait_until(lambda: store._pair.pool.idle_bytes >= 6 * 2 * LAYER_BYTES)
+            if promote:
+                assert store._pair.pool.idle_bytes == idle, "it was used again"
+        finally:
+            gc.enable()
 
 
 def test_a_caller_that_is_interrupted_with_a_read_in_hand_ends_it(

@@ -61,8 +61,9 @@ class Waiter:
     def give_up(self, pair: TierPair) -> None:
         """The caller wants nothing any more. Called on every path."""
         self.gave_up = True
-        if self._in_hand is not None:  # it was interrupted, perhaps
-            self._in_hand.finish()
+        in_hand, self._in_hand = self._in_hand, None  # not in a circle with us, or the result would stay until a gc
+        if in_hand is not None:
+            in_hand.finish()  # it was interrupted, perhaps
         self._clear()
         with pair.lock:
             for slots in self.reserved.values():
