@@ -25,7 +25,8 @@ def cold_entry(index: Index, kv_key: Any) -> Entry:
     layout = index.share(FileLayout(256, 4096, (LayerSpec(0, torch.bfloat16, 4096),)))
     name, prefix = random.randbytes(16), random.randbytes(16)
     # UNCONFIRMED: of a confirmed one the store's chores would find out that its KV is gone.
-    return Entry(name, Standing.UNCONFIRMED, prefix, 256, kv_key, filed=layout, file_bytes=layout.size)
+    seal = random.randbytes(16)
+    return Entry(name, Standing.UNCONFIRMED, prefix, 256, kv_key, filed=layout, file_bytes=layout.size, seal=seal)
 
 
 def _lmcache_key() -> Any:

@@ -40,6 +40,7 @@ MAX_TOKENS = 1 << 24
 
 _ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
 _LENGTH_BYTES = 8
+_DIGEST_BYTES = 8  # xxh3_64
 _TOKEN_IDS = "token_ids"
 _LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -79,12 +80,41 @@ class FileLayout(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The checked header of a chunk file. ``checksums`` are xxh3_64 in hex by tensor name."""
+    """The checked header of a chunk file. ``checksums`` are xxh3_64 in hex by tensor name.
+
+    ``seal`` is what a file has to hold, in a few bytes: xxh3_64 of its head, then of each layer in file order.
+    """
 
     meta: ChunkMeta
     layout: FileLayout
     checksums: dict[str, str]
     token_ids: bytes
+    seal: bytes = b""
+
+
+class Description:
+    """What a chunk's file says of it, apart from its layers: its metadata and its own token ids."""
+
+    __slots__ = ("_head", "_ids", "_meta")
+
+    def __init__(self, meta: ChunkMeta, token_ids: bytes) -> None:
+        self._meta: ChunkMeta | None = meta
+        self._ids = token_ids
+        self._head: tuple[bytes, int] = b"", 0
+
+    @classmethod
+    def of_file(cls, head: bytes, file_size: int) -> Description:
+        """From a head that was found good. It is taken apart when somebody asks: for most chunks nobody ever does."""
+        self = cls.__new__(cls)
+        self._meta, self._ids, self._head = None, b"", (head, file_size)
+        return self
+
+    def parts(self) -> tuple[ChunkMeta, bytes]:
+        """The metadata, and the token ids as int64 bytes."""
+        if self._meta is None:
+            header = parse_head(*self._head)
+            self._ids, self._meta = header.token_ids, header.meta
+        return self._meta, self._ids
 
 
 class _Heads(threading.local):
@@ -242,9 +272,21 @@ def parse_head(head: bytes | memoryview, file_size: int, expected: FileLayout | 
     """Check everything in front of the rows: what ``build_head`` made, token ids included. See parse_header."""
     end = _LENGTH_BYTES + header_length(head, file_size)
     header = parse_header(head[_LENGTH_BYTES:end], file_size, expected)
-    token_ids = bytes(head[end : header.layout.head_bytes])
+    return _whole(header, head)
+
+
+def _whole(header: Header, head: bytes | memoryview) -> Header:
+    """A header with what only its whole head tells, up to the rows. Raises BadChunk."""
+    head = head[: header.layout.head_bytes]
+    token_ids = bytes(head[len(head) - header.meta.num_tokens * TOKEN_BYTES :])
     _verify(_TOKEN_IDS, token_ids, header.checksums)
-    return header._replace(token_ids=token_ids)
+    try:
+        digests = [bytes.fromhex(header.checksums[layer_tensor(spec.layer_idx)]) for spec in header.layout.layers]
+    except (KeyError, ValueError):  # whoever wants the rows of such a layer will find out
+        digests = [b""]
+    sealed = all(len(digest) == _DIGEST_BYTES for digest in digests)
+    seal = b"".join([xxhash.xxh3_64_digest(head), *digests]) if sealed else b""
+    return header._replace(token_ids=token_ids, seal=seal)
 
 
 _FIELDS = (
@@ -322,16 +364,18 @@ def write(
     fsync: bool,
     mtime_ns: int,
     turn: AbstractContextManager[object] = _ANY_TIME,
-) -> tuple[str, FileLayout]:
+) -> tuple[str, FileLayout, bytes]:
     """Write a chunk to a temporary file in ``directory``; the caller renames or unlinks it.
 
     ``rows`` gives the bytes of each layer (4096-aligned memory when ``direct``); they are moved within ``turn``.
-    Returns the temporary path and the layout. Raises OSError, having removed the temporary file.
+    Returns the temporary path, the layout and the seal. Raises OSError, having removed the temporary file.
     """
     specs = file_order(list(rows))
+    digests = [xxhash.xxh3_64_digest(rows[spec]) for spec in specs]
     checksums = {_TOKEN_IDS: xxhash.xxh3_64_hexdigest(ids)}
-    checksums |= {layer_tensor(spec.layer_idx): xxhash.xxh3_64_hexdigest(rows[spec]) for spec in specs}
+    checksums |= {layer_tensor(spec.layer_idx): digest.hex() for spec, digest in zip(specs, digests, strict=True)}
     text = build_head(meta, specs, checksums, ids)
+    seal = b"".join([xxhash.xxh3_64_digest(text), *digests])
     layout = FileLayout(meta.num_tokens, len(text), tuple(specs))
     head = _heads.get(len(text))
     head[:] = text
@@ -353,7 +397,7 @@ def write(
         with contextlib.suppress(OSError):  # what counts is what went wrong before
             files.unlink(path)
         raise
-    return path, layout
+    return path, layout, seal
 
 
 def _transfer(call: Any, fd: int, views: Sequence[memoryview], offset: int) -> bool:
@@ -416,9 +460,7 @@ def read_header(files: FileLayer, path: str) -> Header:
         head = _grow(files, fd, head, header.layout.head_bytes)
     finally:
         files.close(fd)
-    token_ids = head[end : header.layout.head_bytes]
-    _verify(_TOKEN_IDS, token_ids, header.checksums)
-    return header._replace(token_ids=token_ids)
+    return _whole(header, head)
 
 
 def _grow(files: FileLayer, fd: int, head: bytes, size: int) -> bytes:
@@ -446,7 +488,11 @@ def read(
     The file must still be the chunk ``name`` with that prefix digest and layout. Raises BadChunk (whatever ``into``
     then holds) or OSError.
     """
-    return check(fetch(files, path, layout, into, direct=direct), name, prefix, layout, into, verify=verify)
+    head = fetch(files, path, layout, into, direct=direct)
+    header = _parse_known(head, name, prefix, layout)
+    if verify:
+        _verify_rows(header, into)
+    return header
 
 
 def fetch(
@@ -458,7 +504,7 @@ def fetch(
     direct: bool,
     turn: AbstractContextManager[object] = _ANY_TIME,
 ) -> bytes:
-    """The I/O of ``read``: the layers go to ``into``, their head is returned; ``check`` says whether that is the chunk.
+    """The I/O of ``read``: the layers go to ``into``, the head is returned; ``check`` says whether that is the chunk.
 
     The head comes along in the same system call where it can. All bytes are moved within ``turn``.
     """
@@ -489,19 +535,47 @@ def fetch(
 
 
 def check(
-    head: bytes, name: bytes, prefix: bytes, layout: FileLayout, into: Mapping[int, memoryview], *, verify: bool
-) -> Header:
-    """The rest of ``read``, without I/O."""
+    head: bytes,
+    name: bytes,
+    prefix: bytes,
+    layout: FileLayout,
+    into: Mapping[int, memoryview],
+    *,
+    verify: bool,
+    seal: bytes = b"",
+) -> bytes:
+    """The rest of ``read``, without I/O. Returns the file's seal; empty: one of its checksums is none.
+
+    ``seal``: that of the file when it was last written or read. A head that it fits is not taken apart again.
+    """
+    if not seal or xxhash.xxh3_64_digest(head) != seal[:_DIGEST_BYTES]:
+        header = _parse_known(head, name, prefix, layout)
+        if verify:
+            _verify_rows(header, into)
+        return header.seal
+    if verify:
+        end = _DIGEST_BYTES
+        for spec in layout.layers:
+            begin, end = end, end + _DIGEST_BYTES
+            view = into.get(spec.layer_idx)
+            if view is not None and xxhash.xxh3_64_digest(view) != seal[begin:end]:
+                raise BadChunk("checksum", f"the bytes of {layer_tensor(spec.layer_idx)} do not match their checksum")
+    return seal
+
+
+def _parse_known(head: bytes, name: bytes, prefix: bytes, layout: FileLayout) -> Header:
+    """The header of a file that is to be this chunk with this layout. Raises BadChunk when it is not."""
     header = parse_head(head, layout.size, layout)
     if chunk_name(header.meta.key) != name:
         raise BadChunk("key", f"the file holds the chunk {header.meta.key[:200]!r}")
     if header.meta.prefix != prefix or header.layout != layout:
         raise BadChunk("replaced", "it is not the file that the index knows")
-    if verify:
-        for layer_idx, view in into.items():
-            tensor = layer_tensor(layer_idx)
-            _verify(tensor, view, header.checksums)
     return header
+
+
+def _verify_rows(header: Header, rows: Mapping[int, memoryview]) -> None:
+    for layer_idx, view in rows.items():
+        _verify(layer_tensor(layer_idx), view, header.checksums)
 
 
 def _read_exactly(files: FileLayer, fd: int, views: Sequence[memoryview], offset: int) -> None:

@@ -182,10 +182,10 @@ class TieredStore:
         pair = self._pair
         with pair.lock:
             entry = pair.index.get(name)
-            meta, ids = (None, b"") if entry is None else (entry.meta, entry.ids)
-            if entry is None or meta is None or rows.shape[0] != entry.num_tokens:
+            if entry is None or entry.described is None or rows.shape[0] != entry.num_tokens:
                 return False
-            kv_key = entry.kv_key
+            described, kv_key = entry.described, entry.kv_key
+        meta, ids = described.parts()
         end = meta.start + meta.num_tokens
         ref = ChunkRef(name, meta.start, end, meta.prefix, meta.key, meta.chunk_hash, meta.parent, kv_key)
         # A store takes all token ids of the prompt; of those in front of the chunk it reads none.

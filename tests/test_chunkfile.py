@@ -42,7 +42,7 @@ def write(
     buffers = {idx: pool.get(spec.nbytes(tokens)) for idx, spec in specs.items()}
     for idx, tensor in layers.items():
         buffers[idx].rows(tokens, tensor.shape[1], tensor.dtype).copy_(tensor)
-    path, layout = chunkfile.write(
+    path, layout, _ = chunkfile.write(
         FILES, str(folder), meta, token_bytes(list(range(tokens))),
         {spec: buffers[idx].bytes() for idx, spec in specs.items()},
         direct=False, fsync=False, mtime_ns=1,

@@ -517,7 +517,7 @@ def test_a_file_of_fewer_tokens_is_never_served_as_more(tmp_path: Path) -> None:
         meta = read_header(FileLayer(), str(path)).meta
         pool = store._pair.pool
         short = pool.get(LAYER_BYTES // 2)
-        made, _ = write(
+        made, _, _ = write(
             FileLayer(), str(path.parent), meta._replace(num_tokens=CHUNK // 2), token_bytes(p.ids[: CHUNK // 2]),
             {LayerSpec(0, torch.bfloat16, HIDDEN): short.bytes()}, direct=False, fsync=False, mtime_ns=1,
         )  # fmt: skip

@@ -39,6 +39,8 @@ _ONE_FILE = (errno.EACCES, errno.EPERM, errno.EUCLEAN, errno.EBADMSG)
 _THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _MOST_SUSPECTS = 1000
 
+_Written = tuple[str, FileLayout, bytes]  # what chunkfile.write returns
+
 
 class ColdTier:
     """See the module's text."""
@@ -93,18 +95,18 @@ class ColdTier:
 
     def _reach(self, name: bytes) -> str:
         """The path of a chunk's file, once it is sure that it leads through directories of ours."""
-        path = chunk_path(self._directory, name)
-        self._check_folder(os.path.dirname(path))
-        return path
+        self._check_ours()
+        self._check_place(fan_out(self._directory, name))
+        return chunk_path(self._directory, name)
 
     def _root(self, archived: bool) -> str:
         return os.path.join(self._directory, ARCHIVE) if archived else self._directory
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview]) -> Header:
+    def read(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview]) -> None:
         """Read layers of an entry's file. Raises BadChunk (missing files included) or OSError."""
-        return self.check(entry, layout, into, self.fetch(entry, layout, into))
+        self.check(entry, layout, into, self.fetch(entry, layout, into))
 
     def fetch(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview]) -> bytes:
         """The I/O of ``read``; what has come is for ``check`` to judge."""
@@ -120,9 +122,11 @@ class ColdTier:
         self._metrics.observe("disk_read_seconds", time.monotonic() - started, read_bytes=read_bytes)
         return head
 
-    def check(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview], head: bytes) -> Header:
-        """The rest of ``read``, without I/O: whether that is the chunk. Raises BadChunk."""
-        return chunkfile.check(head, entry.name, entry.prefix, layout, into, verify=self._config.verify_reads)
+    def check(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview], head: bytes) -> bytes:
+        """The rest of ``read``, without I/O: whether that is the chunk. Returns its seal. Raises BadChunk."""
+        return chunkfile.check(
+            head, entry.name, entry.prefix, layout, into, verify=self._config.verify_reads, seal=entry.seal
+        )
 
     def read_header(self, name: bytes) -> Header:
         """The header of a chunk's file. Raises BadChunk (missing files included) or OSError."""
@@ -159,17 +163,17 @@ class ColdTier:
         rows: Mapping[LayerSpec, memoryview],
         *,
         archived: bool = False,
-    ) -> FileLayout:
+    ) -> tuple[FileLayout, bytes]:
         """Write a chunk's file in place of the one it may have. Raises NoRoom or OSError.
 
-        Counts its bytes; marking layers as clean is the caller's work.
+        Returns its layout and seal, and counts its bytes; marking layers as clean is the caller's work.
         """
         started = time.monotonic()
         nbytes = _most_bytes(meta, ids, rows)
         self.space.reserve(nbytes)
         size = 0
         try:
-            layout = self._write_and_rename(entry, meta, ids, rows, archived, nbytes)
+            layout, seal = self._write_and_rename(entry, meta, ids, rows, archived, nbytes)
             size = layout.size
         except OSError as error:
             if error.errno == errno.EFBIG:  # a limit on the size of one file: no room will ever change that
@@ -193,7 +197,7 @@ class ColdTier:
         self._metrics.observe(
             "disk_write_seconds", time.monotonic() - started, written_chunks=1, written_bytes=layout.size
         )
-        return layout
+        return layout, seal
 
     def _write_and_rename(
         self,
@@ -203,36 +207,36 @@ class ColdTier:
         rows: Mapping[LayerSpec, memoryview],
         archived: bool,
         nbytes: int,
-    ) -> FileLayout:
+    ) -> tuple[FileLayout, bytes]:
         folder = fan_out(self._root(archived), entry.name)
         self._check_folder(folder)
 
-        def write(direct: bool) -> tuple[str, FileLayout]:
+        def write(direct: bool) -> _Written:
             return chunkfile.write(
                 self._files, folder, meta, ids, rows,
                 direct=direct, fsync=self._config.fsync, mtime_ns=entry.used_ns, turn=self._turns,
             )  # fmt: skip
 
         try:
-            temporary, layout = self._with_folder(folder, write)
+            temporary, layout, seal = self._with_folder(folder, write)
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:  # what is left after a short write is not aligned
-                temporary, layout = write(False)
+                temporary, layout, seal = write(False)
             elif error.errno in NO_SPACE and self.space.evict_for_disk(nbytes):
-                temporary, layout = self._after_eviction(folder, write)
+                temporary, layout, seal = self._after_eviction(folder, write)
             else:
                 raise
         self._rename(temporary, chunk_path(self._root(archived), entry.name))
-        return layout
+        return layout, seal
 
-    def _with_folder(self, folder: str, write: Callable[[bool], tuple[str, FileLayout]]) -> tuple[str, FileLayout]:
+    def _with_folder(self, folder: str, write: Callable[[bool], _Written]) -> _Written:
         try:
             return write(self._direct)
         except FileNotFoundError:
             self._make_folder(folder)
             return write(self._direct)
 
-    def _after_eviction(self, folder: str, write: Callable[[bool], tuple[str, FileLayout]]) -> tuple[str, FileLayout]:
+    def _after_eviction(self, folder: str, write: Callable[[bool], _Written]) -> _Written:
         """Once more, now that files were deleted. If that has not helped, more of it will not either."""
         try:
             return self._with_folder(folder, write)
@@ -389,8 +393,11 @@ class ColdTier:
         """
         if folder == self._directory:
             self._check_ours()
-            return
-        self._check_folder(os.path.dirname(folder))
+        else:
+            self._check_folder(os.path.dirname(folder))
+            self._check_place(folder)
+
+    def _check_place(self, folder: str) -> None:
         try:
             mode = os.lstat(folder).st_mode
         except FileNotFoundError:

@@ -29,8 +29,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.arena import align
-from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
-from lmcache_hs_backend.chunkfile import FileLayout
+from lmcache_hs_backend.chunk import LayerSpec
+from lmcache_hs_backend.chunkfile import Description, FileLayout
 
 _SIDE_BY_SIDE = 16
 
@@ -69,9 +69,9 @@ class Entry:
     hot: dict[int, Slot] = field(default_factory=dict)
     filed: FileLayout | None = None
     file_bytes: int = 0
+    seal: bytes = b""  # of the file; empty when it is not known
     # What the writer needs beyond the rows; kept while there are rows in RAM.
-    meta: ChunkMeta | None = None
-    ids: bytes = b""
+    described: Description | None = None
     # Recovered layers that no store has been answered for yet (see Intake.store).
     uncounted: frozenset[int] = frozenset()
     leases: int = 0  # users of the slots: readers, writers

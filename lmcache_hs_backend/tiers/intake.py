@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec, Presence
-from lmcache_hs_backend.chunkfile import MAX_LAYERS
+from lmcache_hs_backend.chunkfile import MAX_LAYERS, Description
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Slot, Standing, slot_bytes
@@ -241,7 +241,7 @@ class Intake:
                 if fresh:
                     entry.hot.update(fresh)
                     entry.refused = ""
-                    if entry.meta is None:
+                    if entry.described is None:
                         self._describe(entry, ref, ids, created_at)
                     entry.stored_at = now
                     pair.index.settle(entry)
@@ -258,8 +258,8 @@ class Intake:
 
     def _describe(self, entry: Entry, ref: ChunkRef, ids: bytes, created_at: str) -> None:
         """What a file of the chunk will say of it, kept for as long as it has rows in RAM."""
-        entry.meta = ChunkMeta(
+        meta = ChunkMeta(
             ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
             self._model, created_at, self._capture,
         )  # fmt: skip
-        entry.ids = ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES]
+        entry.described = Description(meta, ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES])

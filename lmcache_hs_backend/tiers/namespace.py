@@ -371,9 +371,9 @@ def refuse_links(path: str, directory: str) -> None:
 
 def fan_out(directory: str, name: bytes) -> str:
     """The directory of a chunk's file: one of 256, by the first byte of its name."""
-    return os.path.join(directory, f"{name[0]:02x}")
+    return f"{directory}/{name[0]:02x}"
 
 
 def chunk_path(directory: str, name: bytes) -> str:
     """The path of a chunk's file below a namespace (or archive) directory."""
-    return os.path.join(fan_out(directory, name), name.hex() + SUFFIX)
+    return f"{directory}/{name[0]:02x}/{name.hex()}{SUFFIX}"

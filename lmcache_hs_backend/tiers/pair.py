@@ -149,7 +149,7 @@ class TierPair:
             raise BadChunk("key", f"it holds the chunk {meta.key[:200]!r}")
         if entry.standing is not Standing.UNREAD and (meta.prefix, meta.num_tokens) != (entry.prefix, entry.num_tokens):
             raise BadChunk("collision", "another prompt with the same chunk hash was stored before it was read")
-        entry.filed = self.index.share(header.layout)
+        entry.filed, entry.seal = self.index.share(header.layout), header.seal
         if entry.standing is Standing.UNREAD:
             entry.prefix, entry.num_tokens = meta.prefix, meta.num_tokens
             entry.uncounted = frozenset(spec.layer_idx for spec in header.layout.layers)
@@ -163,7 +163,7 @@ class TierPair:
 
     def _evicted(self, entry: Entry) -> None:
         """A chunk has left RAM to make room (HotTier has freed its slots)."""
-        entry.meta, entry.ids = None, b""
+        entry.described = None
         if entry.refused:
             self.metrics.loss(entry.refused)
             entry.refused = ""
@@ -184,7 +184,7 @@ class TierPair:
 
     def _vacate(self, entry: Entry) -> None:
         self.hot.vacate(entry)
-        entry.meta, entry.ids = None, b""
+        entry.described = None
 
     def _cold_changed(self) -> None:
         self.room.notify_all()
@@ -311,11 +311,11 @@ class Write(FileOp):
         pair, entry = self._pair, self._entry
         rows, _memory = pair.gather(entry)
         with pair.lock:
-            meta, ids, used_ns = entry.meta, entry.ids, entry.used_ns
-        assert meta is not None  # a hot chunk has it
-        layout = pair.cold.write(entry, meta, ids, rows)
+            described, used_ns = entry.described, entry.used_ns
+        assert described is not None  # a hot chunk is
+        layout, seal = pair.cold.write(entry, *described.parts(), rows)
         with pair.lock:
-            entry.filed = pair.index.share(layout)
+            entry.filed, entry.seal = pair.index.share(layout), seal
             entry.saved_ns = used_ns
         return layout.size
 
@@ -367,9 +367,9 @@ class Delete(FileOp):
         pair, entry = self._pair, self._entry
         rows, _memory = pair.gather(entry)
         with pair.lock:
-            meta, ids = entry.meta, entry.ids
-        assert meta is not None  # a hot chunk has it
-        pair.cold.write(entry, meta, ids, rows, archived=True)
+            described = entry.described
+        assert described is not None  # a hot chunk is
+        pair.cold.write(entry, *described.parts(), rows, archived=True)
 
 
 class SaveUse(FileOp):

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayout, Header
+from lmcache_hs_backend.chunkfile import BadChunk, Description, FileLayout
 from lmcache_hs_backend.tiers.copying import Copy, copy_alone
 from lmcache_hs_backend.tiers.index import Entry, Slot
 from lmcache_hs_backend.tiers.mover import FileOp
@@ -116,7 +116,7 @@ class Read(FileOp):
         self._scratch: dict[int, torch.Tensor] = {}  # rows of the layers for which there was no slot
         self._into: dict[int, memoryview] = {}  # the memory that the file has to fill
         self._head: bytes | None = None  # what stands in front of the rows in the file, once it has
-        self._header: Header | None = None  # the same, when it is good and so are the rows
+        self._seal: bytes | None = None  # of the file, when what was read is good
         self._ended = False
         pair.lease(entry)
 
@@ -213,7 +213,7 @@ class Read(FileOp):
         again = False
         try:
             if self._head is not None and self._layout is not None:
-                self._header = self._pair.cold.check(self._entry, self._layout, self._into, self._head)
+                self._seal = self._pair.cold.check(self._entry, self._layout, self._into, self._head)
             if miss is None and self._waiter is not None and not self._waiter.gave_up:
                 self._copy(self._waiter, copy)
             self.miss = miss
@@ -236,19 +236,21 @@ class Read(FileOp):
 
     def _end(self, again: bool) -> None:
         """What was read becomes the entry's, and the lease ends."""
-        pair, entry, slots, header = self._pair, self._entry, self._slots, self._header
+        pair, entry, slots, seal = self._pair, self._entry, self._slots, self._seal
         self._ended = True
         self._scratch, self._into = {}, {}
         with pair.lock:
-            if header is None:
+            if seal is None or self._head is None or self._layout is None:
                 pair.hot.free(slots)
-            elif slots:
-                entry.hot.update(slots)
-                entry.meta, entry.ids = header.meta, header.token_ids
+            else:
+                entry.seal = seal
+                if slots:
+                    entry.hot.update(slots)
+                    entry.described = Description.of_file(self._head, self._layout.size)
             if again:
                 pair.mover.submit(Read(pair, entry, self._layer_idxs, self.position, self._waiter, doubtful=True))
             pair.release(entry)
             if self.handed_over:
                 pair.mover.release(self.name)
-        if slots and header is not None:
+        if slots and seal is not None:
             pair.metrics.add("promoted")
