@@ -26,7 +26,7 @@ from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import NO_SPACE, DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
-from lmcache_hs_backend.tiers.mover import Mover
+from lmcache_hs_backend.tiers.mover import Mover, Turns
 from lmcache_hs_backend.tiers.namespace import ARCHIVE, QUARANTINE, FoundFile, Namespace, NotOurs, chunk_path, fan_out
 from lmcache_hs_backend.tiers.space import NoRoom, Space
 
@@ -73,7 +73,7 @@ class ColdTier:
         # Threads that all wait for the disk come back from it together, and then the disk waits for them. So one too
         # many for it always has the next file ready.
         threads = config.io_threads
-        self._turns = threading.BoundedSemaphore(threads - 1 if threads > 2 else threads)
+        self._turns = Turns(threads - 1 if threads > 2 else threads)
         self._undeleted: dict[bytes, Entry] = {}  # chunks that are GONE, and whose file could not be deleted
         self._suspects: set[bytes] = set()  # chunks whose file has given EIO once
         self._told_at = -_TELL_AGAIN_SEC
@@ -93,9 +93,13 @@ class ColdTier:
     def _path(self, name: bytes, archived: bool) -> str:
         return chunk_path(self._root(archived), name)
 
-    def _reach(self, name: bytes) -> str:
-        """The path of a chunk's file, once it is sure that it leads through directories of ours."""
-        self._check_ours()
+    def _reach(self, name: bytes, *, known: bool = False) -> str:
+        """The path of a chunk's file, once it is sure that it leads through directories of ours.
+
+        ``known``: that the namespace's is, another file has just shown.
+        """
+        if not known:
+            self._check_ours()
         self._check_place(fan_out(self._directory, name))
         return chunk_path(self._directory, name)
 
@@ -108,13 +112,12 @@ class ColdTier:
         """Read layers of an entry's file. Raises BadChunk (missing files included) or OSError."""
         self.check(entry, layout, into, self.fetch(entry, layout, into))
 
-    def fetch(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview]) -> bytes:
-        """The I/O of ``read``; what has come is for ``check`` to judge."""
+    def fetch(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview], *, known: bool = False) -> bytes:
+        """The I/O of ``read``; what has come is for ``check`` to judge. ``known``: see ``_reach``."""
         started = time.monotonic()
         try:
-            head = chunkfile.fetch(
-                self._files, self._reach(entry.name), layout, into, direct=self._direct, turn=self._turns
-            )
+            path = self._reach(entry.name, known=known)
+            head = chunkfile.fetch(self._files, path, layout, into, direct=self._direct, turn=self._turns)
         except OSError as error:
             raise self._judged(entry.name, error) from None
         self._suspects.discard(entry.name)

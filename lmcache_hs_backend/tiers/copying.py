@@ -151,8 +151,9 @@ def _nbytes(pair: Pair) -> int:
 
 
 def _copy(piece: Sequence[Pair]) -> None:
-    for target, source in piece:
-        copy_alone(target, source)
+    with torch.inference_mode():
+        for target, source in piece:
+            copy_serially(target, source)
 
 
 # -- one thread alone --------------------------------------------------------------------------------------------
@@ -181,12 +182,17 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)``, both ``[num_tokens, hidden_dim]``, on the calling thread only."""
     # A result that was made within inference mode, which belongs to its thread, can be written in that mode alone.
     with torch.inference_mode():
-        if torch.get_num_threads() == 1:
-            target.copy_(source)
-            return
-        step = max(1, (_SERIAL_NUMEL - 1) // source.shape[1])
-        for begin in range(0, source.shape[0], step):
-            target[begin : begin + step].copy_(source[begin : begin + step])
+        copy_serially(target, source)
+
+
+def copy_serially(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The same, for a caller who has entered that mode once for many."""
+    if torch.get_num_threads() == 1:
+        target.copy_(source)
+        return
+    step = max(1, (_SERIAL_NUMEL - 1) // source.shape[1])
+    for begin in range(0, source.shape[0], step):
+        target[begin : begin + step].copy_(source[begin : begin + step])
 
 
 @functools.cache

@@ -39,6 +39,7 @@ class Waiter:
         self.refs = refs
         self.result: Mapping[int, torch.Tensor] = {}
         self.reserved: dict[int, dict[int, Slot]] = {}  # slots by position, until its read takes them
+        self.reached = False  # a read of it has been in the namespace's directory, so the others need not look
         self.gave_up = False  # what has not started need not
         self._arrived: SimpleQueue[Read] = SimpleQueue()
         self._in_hand: Read | None = None  # of the caller
@@ -190,14 +191,17 @@ class Read(FileOp):
         pair, entry, layout = self._pair, self._entry, self._layout
         if layout is None:
             return None
+        waiter = self._waiter
         try:
-            self._head = pair.cold.fetch(entry, layout, self._into)
+            self._head = pair.cold.fetch(entry, layout, self._into, known=waiter is not None and waiter.reached)
         except BadChunk as bad:
             pair.bad_file(entry, bad)
             return "bad_file"
         except OSError as error:
             logger.debug("chunk %s is not read: %s", entry.name.hex(), error)
             return "offline"
+        if waiter is not None:
+            waiter.reached = True
         return None
 
     # -- the other half, by whoever has the read in hand ---------------------------------------------------

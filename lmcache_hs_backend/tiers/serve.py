@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
-from lmcache_hs_backend.tiers.copying import alone, copy_alone
+from lmcache_hs_backend.tiers.copying import alone, copy_serially
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.pair import TierPair
@@ -233,8 +233,8 @@ class Serve:
         Of ``served`` chunks, how many are whole when every read is over, or the time is, and why the next one is not.
         """
         waiting = set(cold)
-        copy = torch.Tensor.copy_ if len(cold) <= _FEW_READS else copy_alone
-        with alone() if copy is copy_alone else contextlib.nullcontext():
+        copy = torch.Tensor.copy_ if len(cold) <= _FEW_READS else copy_serially
+        with torch.inference_mode(), alone() if copy is copy_serially else contextlib.nullcontext():
             while waiting:
                 try:
                     read = waiter.get(deadline)
