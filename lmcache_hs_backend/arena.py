@@ -12,7 +12,6 @@ a reference to it, so memory goes away after its last user and never before.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 import mmap
 import threading
@@ -260,6 +259,6 @@ class BufferPool:
         while self._returned:
             self._idle.append((self._returned.popleft(), now))
         limit = 0 if self._closed else self._idle_limit
-        sizes = itertools.accumulate(len(region) for region, _ in reversed(self._idle))
-        keep = sum(1 for total in sizes if total <= limit)
-        self._idle = self._idle[len(self._idle) - keep :]
+        total = sum([len(region) for region, _ in self._idle])
+        while total > limit:
+            total -= len(self._idle.pop(0)[0])

@@ -103,6 +103,19 @@ def test_inference_mode_binds_neither_the_store_nor_its_results(tmp_path: Path, 
         assert store.stats()["errors_internal"] == 0
 
 
+@pytest.mark.parametrize("chunks", [2, 20])
+def test_rows_that_a_gradient_hangs_on_leave_none_in_the_store(tmp_path: Path, chunks: int) -> None:
+    with opened(tmp_path, chunks=64) as store:
+        p, x = prompt(chunks), rows(chunks * CHUNK).requires_grad_()
+        assert store.store(p.refs, p.bytes, {0: x}) == chunks
+        for _ in ("hot", "cold"):
+            out = store.retrieve(p.refs, [0])[0]
+            assert not out.requires_grad
+            assert torch.equal(out, x.detach().float())
+            demote_all(store)
+        assert x.grad_fn is None
+
+
 @pytest.mark.parametrize("clean", [True, False])
 def test_what_is_on_disk_leaves_ram_when_it_is_told_to(tmp_path: Path, clean: bool) -> None:
     with opened(tmp_path, write_back_sec=FOREVER, clean_fraction=0) as store:

@@ -55,9 +55,8 @@ class Crew:
         Raises what a copy raises, when nobody works on any of them any more.
         """
         if not reading and (len(pairs) <= _FEW_PAIRS or all(_nbytes(pair) >= _TEAM_BYTES for pair in pairs)):
-            with torch.inference_mode():
-                for target, source in pairs:
-                    target.copy_(source)
+            for target, source in pairs:  # in the caller's mode, as the result was made
+                target.copy_(source)
             return
         pieces = _pieces(pairs)
         helpers = min(len(pieces), torch.get_num_threads(), self._threads + 1) - 1

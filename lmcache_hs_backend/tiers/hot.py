@@ -121,7 +121,8 @@ class HotTier:
                     slot.copy_(source, non_blocking=True)
             rows.record_stream(stream)
         else:
-            self._crew.copy([(slot, source) for source, slot in self._runs(rows, moves)])
+            # Detached, or the whole tier would be a function of them, in the eyes of autograd.
+            self._crew.copy([(slot, source) for source, slot in self._runs(rows.detach(), moves)])
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until the copies from a GPU have arrived."""

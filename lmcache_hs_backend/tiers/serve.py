@@ -60,7 +60,7 @@ class Serve:
         waiter: Waiter | None = None
         with pair.lock:
             walk = self._walk(refs, layer_idxs, dtype is None)
-        entries, miss, served = walk.entries, walk.miss, 0
+        entries, miss, known, served = walk.entries, walk.miss, 0, 0
         cold: list[int] = []
         try:
             asked_ns = time.monotonic_ns()
@@ -96,6 +96,8 @@ class Serve:
         pair.metrics.add_all(counts)
         if not served:
             return {}
+        if served == known:
+            return rows
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
