@@ -27,6 +27,7 @@ from waiting import wait_until
 
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers import cleaner
 
 FOREVER = 3600.0
 
@@ -215,6 +216,21 @@ def test_the_cleaner_works_ahead_so_that_eviction_is_only_a_free(tmp_path: Path)
         wait_until(lambda: store._pair.hot.ready_bytes >= 4 * LAYER_BYTES)
         assert store.stats()["dirty_chunks"] <= 4
         assert store.stats()["hot_chunks"] == 8, "clean chunks stay in RAM until somebody needs the room"
+
+
+def test_what_arrives_faster_than_it_settles_is_written_before_a_store_has_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleaner, "SETTLE_SEC", FOREVER)
+    with opened(tmp_path, chunks=8, clean_fraction=0.5, write_back_sec=FOREVER, store_wait_ms=0) as store:
+        p = prompt(4)
+        store.store(p.refs, p.bytes, {0: rows(4 * CHUNK)})
+        assert store.stats()["written_chunks"] == 0, "there is room: further layers may come"
+        for _ in range(12):
+            p = prompt(1)
+            assert store.store(p.refs, p.bytes, {0: rows(CHUNK)}) == 1
+            wait_until(lambda: store._pair.hot.ready_bytes > 0)
+        assert store.stats()["drops_no_room"] == 0
 
 
 def test_layers_that_arrive_one_by_one_make_one_file(tmp_path: Path) -> None:
