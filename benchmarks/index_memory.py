@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lmcache_hs_backend.chunk import LayerSpec
-from lmcache_hs_backend.chunkfile import FileLayout
+from lmcache_hs_backend.chunkhead import FileLayout
 from lmcache_hs_backend.tiers.index import Entry, Index, Standing
 
 

@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, Header, read_header
+from lmcache_hs_backend.chunkfile import FileLayer, read_header
+from lmcache_hs_backend.chunkhead import BadChunk, Header
 from lmcache_hs_backend.tiers.namespace import (
     ARCHIVE,
     RECORD,

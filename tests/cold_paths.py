@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from lmcache_hs_backend.chunk import ChunkMeta, ChunkRef, KeyedChunk, LayerSpec, chunk_refs, token_bytes
-from lmcache_hs_backend.chunkfile import build_head, file_order, layer_tensor
+from lmcache_hs_backend.chunkhead import build_head, file_order, layer_tensor
 from lmcache_hs_backend.tiers.namespace import LOCK, RECORD, NamespaceId, chunk_path
 
 MODEL = "org/test-model"

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from lmcache_hs_backend import chunkfile
 from lmcache_hs_backend.arena import ALIGN, BufferPool
 from lmcache_hs_backend.chunk import DTYPES, ChunkMeta, LayerSpec, chunk_name, token_bytes
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, Header
+from lmcache_hs_backend.chunkfile import FileLayer
+from lmcache_hs_backend.chunkhead import BadChunk, Header
 
 FILES = FileLayer()
 FUZZ_SEC = float(os.environ.get("HS_FUZZ_SEC", "20"))
@@ -122,6 +123,82 @@ def test_nothing_that_is_read_from_disk_is_unpickled() -> None:
             if loads or any(name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "joblib") for name in names):
                 found.add(str(path.relative_to(package)))
     assert found <= {"cli/parallel.py"}
+
+
+# -- seals ---------------------------------------------------------------------------------------------------
+
+
+class Sealed:
+    """A file of two layers of which the first is read, again and again, by somebody who knows its seal."""
+
+    def __init__(self, folder: Path, pool: BufferPool) -> None:
+        self.path, self.meta = write(folder, pool, {0: torch.randn(64, 128).bfloat16(), 1: torch.randn(64, 32)})
+        self.header = chunkfile.read_header(FILES, str(self.path))
+        self.into = {0: pool.get(64 * 256).bytes()}
+
+    def check(self, *, verify: bool = True, seal: bytes | None = None) -> bytes:
+        layout = self.header.layout
+        head = chunkfile.fetch(FILES, str(self.path), layout, self.into, direct=False)
+        return chunkfile.check(
+            head, chunk_name(self.meta.key), self.meta.prefix, layout, self.into,
+            verify=verify, seal=self.header.seal if seal is None else seal,
+        )  # fmt: skip
+
+    def flip(self, offset: int) -> None:
+        data = bytearray(self.path.read_bytes())
+        data[offset] ^= 1
+        self.path.write_bytes(data)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "where", ["its JSON", "its padding", "its token ids", "the layer that is read", "another layer"]
+)
+def test_with_a_known_seal_a_flipped_bit_is_found_as_without(
+    tmp_path: Path, pool: BufferPool, where: str, verify: bool, known: bool
+) -> None:
+    sealed = Sealed(tmp_path, pool)
+    seal = sealed.header.seal if known else b""
+    assert sealed.check(verify=verify, seal=seal) == sealed.header.seal
+    begin, size = sealed.header.layout.head_bytes, sealed.header.layout.size
+    # Layers lie in the file by descending item size: first 1, in float32, then 0.
+    at = {
+        "its JSON": 12,
+        "its padding": begin - 64 * 8 - 1,
+        "its token ids": begin - 1,
+        "the layer that is read": size - 1,
+        "another layer": begin,
+    }
+    sealed.flip(at[where])
+    if where == "another layer" or (where == "the layer that is read" and not verify):
+        assert sealed.check(verify=verify, seal=seal) == sealed.header.seal
+    else:
+        with pytest.raises(BadChunk):
+            sealed.check(verify=verify, seal=seal)
+
+
+def test_another_file_of_the_same_chunk_is_as_good_as_the_one_whose_seal_is_known(
+    tmp_path: Path, pool: BufferPool
+) -> None:
+    sealed = Sealed(tmp_path, pool)
+    other = Sealed(tmp_path, pool)  # of the same name, with other rows
+    assert sealed.header.seal != other.header.seal
+    assert sealed.check() == other.header.seal, "from now on it is that file's"
+
+
+def test_a_checksum_that_is_none_costs_its_own_layer_only(tmp_path: Path, pool: BufferPool) -> None:
+    sealed = Sealed(tmp_path, pool)
+    header = header_of(sealed.path)
+    checksums = json.loads(header["__metadata__"]["xxh3"])
+    header["__metadata__"]["xxh3"] = json.dumps(checksums | {"layer.1": "unknown"})
+    with_header(sealed.path, header)
+    sealed.header = chunkfile.read_header(FILES, str(sealed.path))
+    assert sealed.header.seal == b""
+    assert sealed.check() == b"", "a reader takes its head apart each time"
+    sealed.into = {1: pool.get(64 * 128).bytes()}
+    with pytest.raises(BadChunk, match=r"layer\.1"):
+        sealed.check()
 
 
 # -- hostile files -----------------------------------------------------------------------------------------

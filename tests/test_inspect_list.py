@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from inspecting import PROGRAM, blocking, environment, fails, inspect, inspect_json
 from waiting import wait_until
 
-from lmcache_hs_backend import chunkfile
+from lmcache_hs_backend import chunkfile, chunkhead
 from lmcache_hs_backend.chunk import chunk_name
 from lmcache_hs_backend.cli import coldpath
 from lmcache_hs_backend.cli.parallel import in_processes
@@ -324,18 +324,18 @@ class TestItReadsWhatTheStoreReads:
     """The inspector's own reading of names and headers agrees with the store's."""
 
     def test_the_words_are_the_same(self) -> None:
-        assert (coldpath.CHUNK_FORMAT, coldpath.CHUNK_VERSION) == (chunkfile.FORMAT, chunkfile.VERSION)
+        assert (coldpath.CHUNK_FORMAT, coldpath.CHUNK_VERSION) == (chunkhead.FORMAT, chunkhead.VERSION)
         assert (coldpath.NAMESPACE_FORMAT, coldpath.NAMESPACE_VERSION) == (ours.FORMAT, ours.VERSION)
         for name in ("RECORD", "LOCK", "QUARANTINE", "ARCHIVE", "SEQUENCES", "MAX_RECORD_BYTES"):
             assert getattr(coldpath, name) == getattr(ours, name)
         for name in ("MAX_HEADER_BYTES", "MAX_LAYERS", "MAX_TOKENS"):
-            assert getattr(coldpath, name) == getattr(chunkfile, name)
+            assert getattr(coldpath, name) == getattr(chunkhead, name)
 
     @staticmethod
     def by_store(path: Path) -> tuple:
         try:
             header = chunkfile.read_header(chunkfile.FileLayer(), str(path))
-        except chunkfile.BadChunk as bad:
+        except chunkhead.BadChunk as bad:
             return ("bad", bad.reason)
         meta, layout = header.meta, header.layout
         layers = [(spec.layer_idx, str(spec.dtype).removeprefix("torch."), spec.hidden_dim) for spec in layout.layers]

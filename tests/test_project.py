@@ -23,6 +23,7 @@ PACKAGE = ROOT / "lmcache_hs_backend"
 LEVELS = [
     ["chunk", "config"],
     ["arena", "metrics"],
+    ["chunkhead"],
     ["chunkfile"],
     ["tiers"],
     ["tiered", "reader"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from waiting import wait_until
 
 from lmcache_hs_backend.chunk import Presence
+from lmcache_hs_backend.chunkfile import FileLayer, read_header
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers import cleaner
 
@@ -244,6 +246,27 @@ def test_layers_that_arrive_one_by_one_make_one_file(tmp_path: Path) -> None:
         demote_all(store)
         out = store.retrieve(p.refs, list(x))
         assert all(torch.equal(out[idx], x[idx].float()) for idx in x)
+
+
+def test_a_chunk_that_came_back_to_ram_is_filed_again_as_it_was_when_a_layer_is_added(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        p, x, y = prompt(3), rows(3 * CHUNK), rows(3 * CHUNK, seed=9)
+        store.store(p.refs, p.bytes, {3: x})
+        demote_all(store)
+        paths = [store._pair.cold.path(name) for name in p.names]
+        before = [read_header(FileLayer(), path) for path in paths]
+        assert torch.equal(store.retrieve(p.refs, [3])[3], x.float())
+        assert store.has(p.names[0], 3) == (True, True)
+        assert store.store(p.refs, p.bytes, {-1: y}) == 3
+        os.unlink(paths[1])  # behind our back: what the file says has to come from RAM
+        assert store.flush(10) == 0
+        for path, old in zip(paths, before, strict=True):
+            new = read_header(FileLayer(), path)
+            assert (new.meta, new.token_ids) == (old.meta, old.token_ids)
+        demote_all(store)
+        out = store.retrieve(p.refs, [3, -1])
+        assert torch.equal(out[3], x.float())
+        assert torch.equal(out[-1], y.float())
 
 
 def test_a_new_layer_of_a_cold_chunk_is_merged_into_its_file(store: TieredStore) -> None:

@@ -19,7 +19,7 @@ from benchmarks.figures import Result, Series, Table, WrongRows
 from benchmarks.measuring import median, spread
 from benchmarks.workload import wait_until
 from lmcache_hs_backend.chunk import ChunkMeta, ChunkRef, LayerSpec, chunk_name
-from lmcache_hs_backend.chunkfile import build_head, layer_tensor
+from lmcache_hs_backend.chunkhead import build_head, layer_tensor
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.namespace import NamespaceId, chunk_path

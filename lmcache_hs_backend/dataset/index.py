@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, prefix_digests
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header, read_header
+from lmcache_hs_backend.chunkfile import FileLayer, read_header
+from lmcache_hs_backend.chunkhead import BadChunk, FileLayout, Header
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.reader import ChunkInfo, ColdTierReader, NotAColdPath
 from lmcache_hs_backend.tiers.namespace import ARCHIVE, SEQUENCES, chunk_path

@@ -16,7 +16,8 @@ import xxhash
 
 from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayout, Header, read
+from lmcache_hs_backend.chunkfile import read
+from lmcache_hs_backend.chunkhead import BadChunk, FileLayout, Header
 from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from lmcache_hs_backend import chunkfile
 from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, FileLayout, Header
+from lmcache_hs_backend.chunkfile import FileLayer
+from lmcache_hs_backend.chunkhead import BadChunk, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import NO_SPACE, DiskHealth

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from lmcache_hs_backend.arena import align
 from lmcache_hs_backend.chunk import LayerSpec
-from lmcache_hs_backend.chunkfile import Description, FileLayout
+from lmcache_hs_backend.chunkhead import Description, FileLayout
 
 _SIDE_BY_SIDE = 16
 

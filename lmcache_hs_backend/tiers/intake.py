@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec, Presence
-from lmcache_hs_backend.chunkfile import MAX_LAYERS, Description
+from lmcache_hs_backend.chunkhead import MAX_LAYERS, Description
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import Entry, Slot, Standing, slot_bytes
@@ -68,7 +68,7 @@ class Intake:
         """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
 
         ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of chunk.DTYPES, on any device; a chunk has at
-        most chunkfile.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks
+        most chunkhead.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks
         that newly hold one of the layers; a chunk recovered from disk counts the first time it is stored in
         this process, though nothing is copied.
         """

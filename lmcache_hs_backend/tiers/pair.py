@@ -21,7 +21,8 @@ from collections.abc import Sequence
 
 from lmcache_hs_backend.arena import Buffer, BufferPool
 from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_name
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, Header
+from lmcache_hs_backend.chunkfile import FileLayer
+from lmcache_hs_backend.chunkhead import BadChunk, Header
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.cold import ColdTier

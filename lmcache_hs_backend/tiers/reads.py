@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef
-from lmcache_hs_backend.chunkfile import BadChunk, Description, FileLayout
+from lmcache_hs_backend.chunkhead import BadChunk, Description, FileLayout
 from lmcache_hs_backend.tiers.copying import Copy, copy_alone
 from lmcache_hs_backend.tiers.index import Entry, Slot
 from lmcache_hs_backend.tiers.mover import FileOp

@@ -20,7 +20,8 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
-from lmcache_hs_backend.chunkfile import BadChunk, FileLayer, Header, read_header
+from lmcache_hs_backend.chunkfile import FileLayer, read_header
+from lmcache_hs_backend.chunkhead import BadChunk, Header
 from lmcache_hs_backend.integrations.vllm.device import HostRows
 from lmcache_hs_backend.integrations.vllm.messages import Finish, Take
 from lmcache_hs_backend.integrations.vllm.records import RecordWriter

@@ -1,0 +1,285 @@
+"""What stands in front of the rows in a chunk file: made for a writer, taken apart and judged for a reader.
+
+The format is fixed in docs/chunk-file.md. Everything that comes from a disk is treated as hostile until it has been
+checked: bounded sizes, exact offsets, matching checksums. What fails is a ``BadChunk``. This module does no I/O.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from lmcache_hs_backend.arena import ALIGN, align
+from lmcache_hs_backend.chunk import DTYPE_NAMES, DTYPES, TOKEN_BYTES, ChunkMeta, LayerSpec
+
+FORMAT = "lmcache-hs-chunk"
+VERSION = "1"
+
+#: Bounds that no writer of ours comes near; they keep a hostile header from costing memory or time.
+MAX_HEADER_BYTES = 1 << 20
+MAX_LAYERS = 1000
+MAX_TOKENS = 1 << 24
+
+TOKEN_IDS = "token_ids"
+LENGTH_BYTES = 8  # in front of the JSON
+DIGEST_BYTES = 8  # xxh3_64
+
+_LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_HEX16 = re.compile(r"[0-9a-f]{32}")
+
+
+class BadChunk(Exception):
+    """A file is not the chunk that it should be. ``reason`` is one word, for counters."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class FileLayout(NamedTuple):
+    """Where the layers of a chunk lie in its file. Equal for most chunks, and then shared."""
+
+    num_tokens: int
+    head_bytes: int
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def size(self) -> int:
+        return self.head_bytes + sum(spec.nbytes(self.num_tokens) for spec in self.layers)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file can be moved with O_DIRECT."""
+        return self.head_bytes % ALIGN == 0 and all(s.nbytes(self.num_tokens) % ALIGN == 0 for s in self.layers)
+
+    def spec(self, layer_idx: int) -> LayerSpec | None:
+        for spec in self.layers:
+            if spec.layer_idx == layer_idx:
+                return spec
+        return None
+
+
+class Header(NamedTuple):
+    """The checked header of a chunk file. ``checksums`` are xxh3_64 in hex by tensor name.
+
+    ``seal`` is what a file has to hold, in a few bytes: xxh3_64 of its head, then of each layer in file order.
+    """
+
+    meta: ChunkMeta
+    layout: FileLayout
+    checksums: dict[str, str]
+    token_ids: bytes
+    seal: bytes = b""
+
+
+class Description:
+    """What a chunk's file says of it, apart from its layers: its metadata and its own token ids."""
+
+    __slots__ = ("_head", "_ids", "_meta")
+
+    def __init__(self, meta: ChunkMeta, token_ids: bytes) -> None:
+        self._meta: ChunkMeta | None = meta
+        self._ids = token_ids
+        self._head: tuple[bytes, int] = b"", 0
+
+    @classmethod
+    def of_file(cls, head: bytes, file_size: int) -> Description:
+        """From a head that was found good. It is taken apart when somebody asks: for most chunks nobody ever does."""
+        self = cls.__new__(cls)
+        self._meta, self._ids, self._head = None, b"", (head, file_size)
+        return self
+
+    def parts(self) -> tuple[ChunkMeta, bytes]:
+        """The metadata, and the token ids as int64 bytes."""
+        if self._meta is None:
+            header = parse_head(*self._head)
+            self._ids, self._meta = header.token_ids, header.meta
+        return self._meta, self._ids
+
+
+def layer_tensor(layer_idx: int) -> str:
+    """The tensor name of a layer in a chunk file."""
+    return f"layer.{layer_idx}"
+
+
+def file_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Layers in the order of the file: by descending item size, so that each tensor is aligned."""
+    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.layer_idx))
+
+
+def build_head(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[str, str], ids: bytes) -> bytes:
+    """Everything in front of the first layer's rows, padded so that those start at a multiple of 4096.
+
+    ``specs`` must be in file order; ``ids`` are the chunk's own token ids (int64 bytes). Raises ValueError for
+    what a reader would refuse.
+    """
+    info = {
+        "format": FORMAT,
+        "version": VERSION,
+        "key": meta.key,
+        "chunk_hash": meta.chunk_hash,
+        "parent": meta.parent,
+        "prefix": meta.prefix.hex(),
+        "start": str(meta.start),
+        "num_tokens": str(meta.num_tokens),
+        "model": meta.model,
+        "created_at": meta.created_at,
+        "xxh3": _json(dict(checksums)),
+        "capture": meta.capture,
+    }
+    text = f'{{"__metadata__":{_json(info)},{_tensors_text(meta.num_tokens, tuple(specs))[1:]}'.encode()
+    if len(text) + ALIGN > MAX_HEADER_BYTES or len(specs) > MAX_LAYERS:
+        raise ValueError(f"a header of {len(text)} bytes for {len(specs)} layers is more than a reader accepts")
+    total = align(LENGTH_BYTES + len(text) + len(ids))
+    length = total - LENGTH_BYTES - len(ids)
+    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length) + ids
+
+
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@functools.lru_cache(maxsize=256)
+def _tensors_text(num_tokens: int, specs: tuple[LayerSpec, ...]) -> str:
+    return _json(_tensors(num_tokens, specs))
+
+
+@functools.lru_cache(maxsize=256)
+def _tensors(num_tokens: int, specs: tuple[LayerSpec, ...]) -> dict[str, Any]:
+    """How a header describes its tensors. Equal for most chunks; not to be changed by whoever gets it."""
+    end = num_tokens * TOKEN_BYTES
+    tensors: dict[str, Any] = {TOKEN_IDS: {"dtype": "I64", "shape": [num_tokens], "data_offsets": [0, end]}}
+    for spec in specs:
+        begin, end = end, end + spec.nbytes(num_tokens)
+        tensors[layer_tensor(spec.layer_idx)] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": [num_tokens, spec.hidden_dim],
+            "data_offsets": [begin, end],
+        }
+    return tensors
+
+
+def header_length(first: bytes | memoryview, file_size: int) -> int:
+    """Length of the JSON header, from the first 8 bytes of a file. Raises BadChunk when absurd."""
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if len(first) < LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, file_size - LENGTH_BYTES):
+        raise BadChunk("header", f"a header of {length} bytes in a file of {file_size}")
+    return length
+
+
+def parse_header(text: bytes | memoryview, file_size: int, expected: FileLayout | None = None) -> Header:
+    """Check and take apart the JSON of a header (without the length in front, and without token ids).
+
+    Tensors that are described as ``expected`` are not looked at one by one. Raises BadChunk for anything that does not
+    describe exactly a chunk file of ``file_size`` bytes.
+    """
+    try:
+        tensors = json.loads(bytes(text))
+        info = tensors.pop("__metadata__")
+        if not all(isinstance(info[field], str) for field in _FIELDS):
+            raise TypeError("a metadata field is not a string")
+        checksums = json.loads(info["xxh3"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadChunk("header", f"not a chunk's header: {error!r}") from None
+    if info["format"] != FORMAT or info["version"] != VERSION:
+        raise BadChunk("version", f"format {info['format']!r} version {info['version']!r}")
+    if not isinstance(checksums, dict) or not all(isinstance(value, str) for value in checksums.values()):
+        raise BadChunk("header", "xxh3 is not a table of checksums")
+    if not _HEX16.fullmatch(info["prefix"]):
+        raise BadChunk("header", "the prefix digest is not 32 hex digits")
+    num_tokens = _bounded("num_tokens", info["num_tokens"], 1, MAX_TOKENS)
+    meta = ChunkMeta(
+        key=info["key"],
+        chunk_hash=info["chunk_hash"],
+        parent=info["parent"],
+        prefix=bytes.fromhex(info["prefix"]),
+        start=_bounded("start", info["start"], 0, 10**15),
+        num_tokens=num_tokens,
+        model=info["model"],
+        created_at=info["created_at"],
+        capture=info["capture"],
+    )
+    head_bytes = LENGTH_BYTES + len(text) + num_tokens * TOKEN_BYTES
+    if expected is not None and tensors == _tensors(num_tokens, expected.layers):
+        layers = expected.layers
+    else:
+        layers = _layers(tensors, num_tokens)
+    layout = FileLayout(num_tokens, head_bytes, layers)
+    if layout.size != file_size:
+        raise BadChunk("size", f"the header describes {layout.size} bytes, the file has {file_size}")
+    return Header(meta, layout, checksums, b"")
+
+
+def parse_head(head: bytes | memoryview, file_size: int, expected: FileLayout | None = None) -> Header:
+    """Check everything in front of the rows: what ``build_head`` made, token ids included. See parse_header."""
+    end = LENGTH_BYTES + header_length(head, file_size)
+    header = parse_header(head[LENGTH_BYTES:end], file_size, expected)
+    return whole(header, head)
+
+
+def whole(header: Header, head: bytes | memoryview) -> Header:
+    """A header with what only its whole head tells, up to the rows. Raises BadChunk."""
+    head = head[: header.layout.head_bytes]
+    token_ids = bytes(head[len(head) - header.meta.num_tokens * TOKEN_BYTES :])
+    verify_tensor(TOKEN_IDS, token_ids, header.checksums)
+    try:
+        digests = [bytes.fromhex(header.checksums[layer_tensor(spec.layer_idx)]) for spec in header.layout.layers]
+    except (KeyError, ValueError):  # whoever wants the rows of such a layer will find out
+        digests = [b""]
+    sealed = all(len(digest) == DIGEST_BYTES for digest in digests)
+    seal = b"".join([xxhash.xxh3_64_digest(head), *digests]) if sealed else b""
+    return header._replace(token_ids=token_ids, seal=seal)
+
+
+_FIELDS = (
+    "format", "version", "key", "chunk_hash", "parent", "prefix", "start", "num_tokens", "model",
+    "created_at", "xxh3", "capture",
+)  # fmt: skip
+
+
+def _bounded(field: str, text: str, low: int, high: int) -> int:
+    if not _NUMBER.fullmatch(text) or not low <= int(text) <= high:
+        raise BadChunk("header", f"{field} is {text[:40]!r}")
+    return int(text)
+
+
+def _layers(tensors: dict[str, Any], num_tokens: int) -> tuple[LayerSpec, ...]:
+    """The layers of a header in file order; every tensor must follow the one before without a gap."""
+    if not isinstance(tensors, dict) or not 2 <= len(tensors) <= MAX_LAYERS + 1:
+        raise BadChunk("header", "no layer, or too many tensors")
+    specs = []
+    end = 0
+    try:
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, stop = tensor["data_offsets"]
+            shape, dtype = tensor["shape"], tensor["dtype"]
+            if name == TOKEN_IDS:
+                nbytes = num_tokens * TOKEN_BYTES
+                good = begin == 0 and dtype == "I64" and shape == [num_tokens]
+            else:
+                match = _LAYER.fullmatch(name)
+                rows, hidden_dim = shape
+                good = match is not None and rows == num_tokens and type(hidden_dim) is int and hidden_dim > 0
+                if match is None or not good:
+                    raise BadChunk("header", f"tensor {name[:40]!r} is not a layer of this chunk")
+                spec = LayerSpec(int(match[1]), DTYPES[dtype], hidden_dim)
+                nbytes = spec.nbytes(num_tokens)
+                specs.append(spec)
+            if not good or type(begin) is not int or begin != end or stop != begin + nbytes:
+                raise BadChunk("header", f"tensor {name[:40]!r} does not lie where it should")
+            end = stop
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadChunk("header", f"not a tensor of a chunk: {error!r}") from None
+    if len(specs) != len(tensors) - 1:
+        raise BadChunk("header", "no token_ids")
+    return tuple(specs)
+
+
+def verify_tensor(tensor: str, data: bytes | memoryview, checksums: Mapping[str, str]) -> None:
+    if xxhash.xxh3_64_hexdigest(data) != checksums.get(tensor):
+        raise BadChunk("checksum", f"the bytes of {tensor} do not match their checksum")
