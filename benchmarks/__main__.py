@@ -32,8 +32,8 @@ from benchmarks.sizes import SIZES
 
 #: In the order of their value: when time is short, the last are left out with --only.
 SUBJECTS = (
-    "hot", "cold", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers", "threads", "space",
-    "cost",
+    "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
+    "threads", "space", "cost",
 )  # fmt: skip
 THREADS = 2  # of torch: the figures are for two cores
 DOCS = Path(__file__).parent.parent / "docs"

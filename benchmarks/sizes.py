@@ -18,8 +18,8 @@ class Size:
     chunk: int = 256
     chunks: int = 64
     hidden: int = 4096
-    #: (chunks, hidden, layers, dtype) of the sweep over hot store and retrieve, besides the main case.
-    hot_cases: tuple[tuple[int, int, int, str], ...]
+    #: (chunks, hidden, layers, dtype) of the sweeps over hot and cold prompts, besides the main case.
+    cases: tuple[tuple[int, int, int, str], ...]
     kept_results: int = 100
     depths: tuple[int, ...] = (1, 2, 4, 8)
     demoted_chunks: int = 256
@@ -56,12 +56,12 @@ _SWEEP = (
 SIZES = {
     size.name: size
     for size in (
-        Size(name="full", rounds=15, hot_cases=_SWEEP),
+        Size(name="full", rounds=15, cases=_SWEEP),
         Size(
             name="quick",
             rounds=3,
             chunks=32,
-            hot_cases=((1, 4096, 1, "bfloat16"), (16, 576, 1, "float32"), (4, 576, 4, "bfloat16")),
+            cases=((1, 4096, 1, "bfloat16"), (16, 576, 1, "float32"), (4, 576, 4, "bfloat16")),
             kept_results=20,
             demoted_chunks=32,
             demote_rounds=2,
@@ -86,7 +86,7 @@ SIZES = {
             chunk=16,
             chunks=4,
             hidden=128,
-            hot_cases=((1, 128, 1, "float32"), (2, 128, 4, "bfloat16")),
+            cases=((1, 128, 1, "float32"), (2, 128, 4, "bfloat16")),
             kept_results=4,
             depths=(1, 2),
             demoted_chunks=8,

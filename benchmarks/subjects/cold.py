@@ -148,6 +148,11 @@ def run(context: Context) -> Result:
             "cold.native_vs_vllm", "retrieve cold, native, share of vLLM's file tier",
             quotients(times[fastest(times, list(theirs))], native), at_least=0.95,
         )  # fmt: skip
+        bound = times[fastest(times, [name for name, (kind, _) in limits.items() if kind == "native"])]
+        result.figure(
+            "cold.vllm_limit", "… the limit: raw read, xxh3 and copy_ to native, share of vLLM's file tier",
+            quotients(times[fastest(times, list(theirs))], bound),
+        )  # fmt: skip
     result.figure(
         "cold.streaming_vs_raw", "retrieve cold through a pool of a quarter, share of the raw read",
         quotients(best, times["retrieve through a pool of a quarter"]),

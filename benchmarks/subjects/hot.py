@@ -90,7 +90,7 @@ def _sweep(context: Context, result: Result) -> None:
     ]  # fmt: skip
     table = Table("From one chunk to many: medians, and ratios in the same rounds", columns, [])
     lines: dict[str, dict[int, float]] = {}
-    for chunks, hidden, layers, dtype in context.size.hot_cases:
+    for chunks, hidden, layers, dtype in context.size.cases:
         times = _case(context, chunks, hidden, layers, dtype, max(5, context.size.rounds) if chunks < 16 else 5)
 
         def ratio(above: str, below: str, times: Times = times) -> float:
