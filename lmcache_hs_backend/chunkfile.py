@@ -34,13 +34,13 @@ from lmcache_hs_backend.chunkhead import (
     FileLayout,
     Header,
     build_head,
+    completed,
     file_order,
     header_length,
     layer_tensor,
     parse_head,
     parse_header,
     verify_tensor,
-    whole,
 )
 
 SUFFIX = ".safetensors"
@@ -207,7 +207,7 @@ def read_header(files: FileLayer, path: str) -> Header:
         head = _grow(files, fd, head, header.layout.head_bytes)
     finally:
         files.close(fd)
-    return whole(header, head)
+    return completed(header, head)
 
 
 def _grow(files: FileLayer, fd: int, head: bytes, size: int) -> bytes:

@@ -31,6 +31,7 @@ DIGEST_BYTES = 8  # xxh3_64
 
 _LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
 _NUMBER = re.compile(r"[0-9]{1,15}")
+_HEX8 = re.compile(r"[0-9a-f]{16}")
 _HEX16 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -81,26 +82,28 @@ class Header(NamedTuple):
 class Description:
     """What a chunk's file says of it, apart from its layers: its metadata and its own token ids."""
 
-    __slots__ = ("_head", "_ids", "_meta")
+    __slots__ = ("_file", "_parts")
+    _parts: tuple[ChunkMeta, bytes] | None
+    _file: tuple[bytes, FileLayout]
 
     def __init__(self, meta: ChunkMeta, token_ids: bytes) -> None:
-        self._meta: ChunkMeta | None = meta
-        self._ids = token_ids
-        self._head: tuple[bytes, int] = b"", 0
+        self._parts = meta, token_ids
 
     @classmethod
-    def of_file(cls, head: bytes, file_size: int) -> Description:
+    def of_file(cls, head: bytes, layout: FileLayout) -> Description:
         """From a head that was found good. It is taken apart when somebody asks: for most chunks nobody ever does."""
         self = cls.__new__(cls)
-        self._meta, self._ids, self._head = None, b"", (head, file_size)
+        self._parts, self._file = None, (head, layout)
         return self
 
     def parts(self) -> tuple[ChunkMeta, bytes]:
         """The metadata, and the token ids as int64 bytes."""
-        if self._meta is None:
-            header = parse_head(*self._head)
-            self._ids, self._meta = header.token_ids, header.meta
-        return self._meta, self._ids
+        parts = self._parts
+        if parts is None:
+            head, layout = self._file
+            header = parse_head(head, layout.size, layout)
+            parts = self._parts = header.meta, header.token_ids
+        return parts
 
 
 def layer_tensor(layer_idx: int) -> str:
@@ -219,20 +222,21 @@ def parse_head(head: bytes | memoryview, file_size: int, expected: FileLayout | 
     """Check everything in front of the rows: what ``build_head`` made, token ids included. See parse_header."""
     end = LENGTH_BYTES + header_length(head, file_size)
     header = parse_header(head[LENGTH_BYTES:end], file_size, expected)
-    return whole(header, head)
+    return completed(header, head)
 
 
-def whole(header: Header, head: bytes | memoryview) -> Header:
-    """A header with what only its whole head tells, up to the rows. Raises BadChunk."""
-    head = head[: header.layout.head_bytes]
-    token_ids = bytes(head[len(head) - header.meta.num_tokens * TOKEN_BYTES :])
+def completed(header: Header, head: bytes | memoryview) -> Header:
+    """A header together with what only its whole head tells: token ids and seal. Raises BadChunk."""
+    end = header.layout.head_bytes
+    token_ids = bytes(head[end - header.meta.num_tokens * TOKEN_BYTES : end])
     verify_tensor(TOKEN_IDS, token_ids, header.checksums)
-    try:
-        digests = [bytes.fromhex(header.checksums[layer_tensor(spec.layer_idx)]) for spec in header.layout.layers]
-    except (KeyError, ValueError):  # whoever wants the rows of such a layer will find out
-        digests = [b""]
-    sealed = all(len(digest) == DIGEST_BYTES for digest in digests)
-    seal = b"".join([xxhash.xxh3_64_digest(head), *digests]) if sealed else b""
+    seal = xxhash.xxh3_64_digest(head[:end])
+    for spec in header.layout.layers:
+        checksum = header.checksums.get(layer_tensor(spec.layer_idx), "")
+        if not _HEX8.fullmatch(checksum):
+            seal = b""  # whoever wants the rows of that layer will find out
+            break
+        seal += bytes.fromhex(checksum)
     return header._replace(token_ids=token_ids, seal=seal)
 
 

@@ -21,7 +21,8 @@ SUBJECTS = (
 FIGURES = {
     "hot.store_vs_upstream", "hot.store_vs_copy", "hot.retrieve_vs_upstream", "hot.retrieve_vs_copy",
     "hot.native_vs_copy", "hot.kept_vs_upstream", "cold.retrieve_vs_raw", "cold.worst_vs_disk_backend",
-    "cold.worst_vs_disk_backend_direct", "cold.worst_vs_load_file", "cold.mixed", "cold_cases.vs_limit", "demotion.vs_raw",
+    "cold.worst_vs_disk_backend_direct", "cold.worst_vs_load_file", "cold.mixed", "cold_cases.vs_limit",
+    "demotion.vs_raw",
     "demotion.stream_vs_raw", "first_row.hot", "first_row.cold", "overhead.retrieve", "overhead.again",
     "overhead.growth", "overhead.ram_per_cold_chunk", "open.vs_scan", "zipf.hit_rate", "zipf.hits_vs_upstream",
     "zipf.restore", "latency.p99", "layers.2x128", "threads.1", "threads.2", "space.ram", "space.disk",

@@ -345,6 +345,45 @@ def test_of_two_stores_at_one_path_only_that_whose_lock_lies_there_goes_on(tmp_p
         check_balance(first)
 
 
+@pytest.mark.parametrize("there", ["nothing", "files of other sizes", "files of the same sizes"])
+def test_a_directory_that_becomes_another_one_during_a_call_costs_no_chunk(tmp_path: Path, there: str) -> None:
+    place, away = tmp_path / "cold", tmp_path / "away"
+
+    class Moved(chunkfile.FileLayer):
+        """The directory is replaced when a second chunk is opened for reading."""
+
+        armed = opened = 0
+
+        def open(self, path: str, flags: int, mode: int = 0o777) -> int:  # type: ignore[override]
+            if self.armed and path.endswith(".safetensors"):
+                self.opened += 1
+                if self.opened == 2:
+                    INJECTED["vanished directory"] += 1
+                    os.rename(place, away)
+                    for file in away.rglob("*.safetensors") if there != "nothing" else ():
+                        other = place / file.relative_to(away)
+                        other.parent.mkdir(parents=True, exist_ok=True)
+                        other.write_bytes(bytes(file.stat().st_size + 4096 * (there == "files of other sizes")))
+            return os.open(path, flags, mode)
+
+    files = Moved()
+    with opened(place, files=files, io_threads=1) as store:
+        p, x = on_disk(store, 4)
+        files.armed = 1
+        got = store.retrieve(p.refs, [0])
+        assert torch.equal(got[0], x[:CHUNK].float()), "the first was read in time"
+        assert store.stats()["cold_state"] == "offline"
+        assert store.stats()["drops_bad_file"] == 0, "their files are where they were"
+        assert store.stats()["cold_chunks"] == 4
+        files.armed = 0
+        if place.exists():
+            os.rename(place, tmp_path / "aside")
+        os.rename(away, place)
+        wait_until(lambda: store.stats()["cold_state"] == "online", 40)
+        assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
+        check_balance(store)
+
+
 def test_without_its_lock_file_a_store_writes_no_more_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,9 +2,9 @@
 
 Under the store's lock, in constant time. Three reasons to write, in this order: somebody waits (a store
 for room, a flush), free and clean memory falls short, a chunk has been dirty for too long. A chunk that
-got a layer a moment ago is left alone meanwhile: its other layers are probably on their way, and each would
-mean another write of the whole file. How long that is depends on how much room is left: a store that comes
-faster than chunks settle must not have to wait for the disk.
+got a layer a moment ago is left alone meanwhile unless somebody waits: its other layers are probably on their
+way, and each would mean another write of the whole file. How long a moment is depends on how much room is
+left: a store that comes faster than chunks settle must not have to wait for the disk.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Cleaner:
             return self._pair.write_again_at - now
         wait = IDLE_SEC
         ready, target = pair.hot.ready_bytes, pair.config.clean_fraction * pair.hot.arena.capacity
-        awaited = self.flushing or ready + pair.writing_bytes < self.wanted_bytes
+        soon = ready + pair.writing_bytes
+        awaited = self.flushing or soon < self.wanted_bytes
         if awaited or ready < target:
             entry = self._first(pair.index.dirty.values())
             if entry is not None:
-                settled = 0.0 if awaited else entry.stored_at + SETTLE_SEC * ready / target - now
+                settled = 0.0 if awaited else entry.stored_at + SETTLE_SEC * min(1.0, soon / target) - now
                 if settled <= 0:
                     return Write(pair, entry)
                 wait = min(wait, settled)

@@ -17,6 +17,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 
 from lmcache_hs_backend import chunkfile
 from lmcache_hs_backend.arena import ALIGN, align
@@ -27,7 +28,7 @@ from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import NO_SPACE, DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
-from lmcache_hs_backend.tiers.mover import Mover, Turns
+from lmcache_hs_backend.tiers.mover import Mover
 from lmcache_hs_backend.tiers.namespace import ARCHIVE, QUARANTINE, FoundFile, Namespace, NotOurs, chunk_path, fan_out
 from lmcache_hs_backend.tiers.space import NoRoom, Space
 
@@ -41,6 +42,21 @@ _THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAG
 _MOST_SUSPECTS = 1000
 
 _Written = tuple[str, FileLayout, bytes]  # what chunkfile.write returns
+
+
+class _Turns:
+    """A semaphore, to be held by ``with``. threading's own is Python code, at the very place where threads meet."""
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(count):
+            self._free.put(None)
+
+    def __enter__(self) -> None:
+        self._free.get()
+
+    def __exit__(self, *_: object) -> None:
+        self._free.put(None)
 
 
 class ColdTier:
@@ -74,7 +90,7 @@ class ColdTier:
         # Threads that all wait for the disk come back from it together, and then the disk waits for them. So one too
         # many for it always has the next file ready.
         threads = config.io_threads
-        self._turns = Turns(threads - 1 if threads > 2 else threads)
+        self._turns = _Turns(threads - 1 if threads > 2 else threads)
         self._undeleted: dict[bytes, Entry] = {}  # chunks that are GONE, and whose file could not be deleted
         self._suspects: set[bytes] = set()  # chunks whose file has given EIO once
         self._told_at = -_TELL_AGAIN_SEC
@@ -97,7 +113,7 @@ class ColdTier:
     def _reach(self, name: bytes, *, known: bool = False) -> str:
         """The path of a chunk's file, once it is sure that it leads through directories of ours.
 
-        ``known``: that the namespace's is, another file has just shown.
+        ``known``: that the namespace's is, a moment ago another file has shown.
         """
         if not known:
             self._check_ours()
@@ -119,7 +135,7 @@ class ColdTier:
         try:
             path = self._reach(entry.name, known=known)
             head = chunkfile.fetch(self._files, path, layout, into, direct=self._direct, turn=self._turns)
-        except OSError as error:
+        except (OSError, BadChunk) as error:
             raise self._judged(entry.name, error) from None
         self._suspects.discard(entry.name)
         read_bytes = sum(len(view) for view in into.values())
@@ -138,13 +154,18 @@ class ColdTier:
             header = chunkfile.read_header(self._files, self._reach(name))
             self._suspects.discard(name)
             return header
-        except OSError as error:
+        except (OSError, BadChunk) as error:
             raise self._judged(name, error) from None
 
-    def _judged(self, name: bytes, error: OSError) -> BadChunk | OSError:
+    def _judged(self, name: bytes, error: OSError | BadChunk) -> BadChunk | OSError:
         """Whether it is the file or the disk: a disk that works, but fails for the same file again, is fine."""
-        if isinstance(error, FileNotFoundError):
-            return BadChunk("missing", str(error))
+        if isinstance(error, (FileNotFoundError, BadChunk)):
+            try:
+                self._check_ours()
+            except OSError as other:  # what lies there now says nothing about our files
+                error = other
+            else:
+                return error if isinstance(error, BadChunk) else BadChunk("missing", str(error))
         if error.errno not in _THE_PROCESS and not isinstance(error, NotOurs):
             if name in self._suspects or (error.errno in _ONE_FILE and self._is_open(fan_out(self._directory, name))):
                 self._suspects.discard(name)

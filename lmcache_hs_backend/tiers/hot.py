@@ -113,6 +113,7 @@ class HotTier:
 
         A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
         """
+        rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
         if rows.is_cuda:
             stream = self._stream(rows.device)
             stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -121,8 +122,7 @@ class HotTier:
                     slot.copy_(source, non_blocking=True)
             rows.record_stream(stream)
         else:
-            # Detached, or the whole tier would be a function of them, in the eyes of autograd.
-            self._crew.copy([(slot, source) for source, slot in self._runs(rows.detach(), moves)])
+            self._crew.copy([(slot, source) for source, slot in self._runs(rows, moves)])
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until the copies from a GPU have arrived."""

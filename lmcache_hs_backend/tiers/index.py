@@ -69,7 +69,7 @@ class Entry:
     hot: dict[int, Slot] = field(default_factory=dict)
     filed: FileLayout | None = None
     file_bytes: int = 0
-    seal: bytes = b""  # of the file; empty when it is not known
+    seal: bytes = b""  # of the file that ``filed`` describes; empty when it is not known
     # What the writer needs beyond the rows; kept while there are rows in RAM.
     described: Description | None = None
     # Recovered layers that no store has been answered for yet (see Intake.store).

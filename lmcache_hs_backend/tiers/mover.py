@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -60,21 +59,6 @@ class _Call(FileOp):
                 self.future.set_exception(error)
             else:
                 self.future.set_result(result)
-
-
-class Turns:
-    """A semaphore, to be held by ``with``. threading's own is Python code, at the very place where threads meet."""
-
-    def __init__(self, count: int) -> None:
-        self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(count):
-            self._free.put(None)
-
-    def __enter__(self) -> None:
-        self._free.get()
-
-    def __exit__(self, *_: object) -> None:
-        self._free.put(None)
 
 
 class Mover:

@@ -39,7 +39,7 @@ class Waiter:
         self.refs = refs
         self.result: Mapping[int, torch.Tensor] = {}
         self.reserved: dict[int, dict[int, Slot]] = {}  # slots by position, until its read takes them
-        self.reached = False  # a read of it has been in the namespace's directory, so the others need not look
+        self.reached = False  # one of its reads has been in the namespace's directory: others look if they fail
         self.gave_up = False  # what has not started need not
         self._arrived: SimpleQueue[Read] = SimpleQueue()
         self._in_hand: Read | None = None  # of the caller
@@ -117,7 +117,7 @@ class Read(FileOp):
         self._scratch: dict[int, torch.Tensor] = {}  # rows of the layers for which there was no slot
         self._into: dict[int, memoryview] = {}  # the memory that the file has to fill
         self._head: bytes | None = None  # what stands in front of the rows in the file, once it has
-        self._seal: bytes | None = None  # of the file, when what was read is good
+        self._good: tuple[bytes, Description] | None = None  # the file's seal, and what else it says, if all is well
         self._ended = False
         pair.lease(entry)
 
@@ -192,8 +192,9 @@ class Read(FileOp):
         if layout is None:
             return None
         waiter = self._waiter
+        known = waiter is not None and waiter.reached and not self._doubtful
         try:
-            self._head = pair.cold.fetch(entry, layout, self._into, known=waiter is not None and waiter.reached)
+            self._head = pair.cold.fetch(entry, layout, self._into, known=known)
         except BadChunk as bad:
             pair.bad_file(entry, bad)
             return "bad_file"
@@ -216,8 +217,10 @@ class Read(FileOp):
         miss, self.miss = self.miss, "bad_file"
         again = False
         try:
-            if self._head is not None and self._layout is not None:
-                self._seal = self._pair.cold.check(self._entry, self._layout, self._into, self._head)
+            head, layout = self._head, self._layout
+            if head is not None and layout is not None:
+                seal = self._pair.cold.check(self._entry, layout, self._into, head)
+                self._good = seal, Description.of_file(head, layout)
             if miss is None and self._waiter is not None and not self._waiter.gave_up:
                 self._copy(self._waiter, copy)
             self.miss = miss
@@ -240,21 +243,21 @@ class Read(FileOp):
 
     def _end(self, again: bool) -> None:
         """What was read becomes the entry's, and the lease ends."""
-        pair, entry, slots, seal = self._pair, self._entry, self._slots, self._seal
+        pair, entry, slots, good = self._pair, self._entry, self._slots, self._good
         self._ended = True
         self._scratch, self._into = {}, {}
         with pair.lock:
-            if seal is None or self._head is None or self._layout is None:
+            if good is None:
                 pair.hot.free(slots)
             else:
-                entry.seal = seal
+                entry.seal, described = good
                 if slots:
                     entry.hot.update(slots)
-                    entry.described = Description.of_file(self._head, self._layout.size)
+                    entry.described = described
             if again:
                 pair.mover.submit(Read(pair, entry, self._layer_idxs, self.position, self._waiter, doubtful=True))
             pair.release(entry)
             if self.handed_over:
                 pair.mover.release(self.name)
-        if slots and seal is not None:
+        if slots and good is not None:
             pair.metrics.add("promoted")
