@@ -54,8 +54,10 @@ class RawDisk:
     def read(self, paths: Sequence[str], depth: int) -> None:
         self._each(depth, len(paths), lambda number: self._read_one(paths[number], self._views[number]))
 
-    def read_and(self, paths: Sequence[str], depth: int, use: Callable[[int], None]) -> None:
-        """Read, and ``use`` each file on the calling thread as soon as it is there.
+    def read_and(
+        self, paths: Sequence[str], depth: int, use: Callable[[int], None], first: Callable[[], object] | None = None
+    ) -> None:
+        """Read, do what comes ``first``, and ``use`` each file on the calling thread as soon as it is there.
 
         When several are waiting, the threads that read use what they have read themselves.
         """
@@ -73,6 +75,8 @@ class RawDisk:
                 arrived.put(left)
 
         done = self._start(depth, len(paths), work)
+        if first is not None:
+            first()
         for _ in paths:
             number = arrived.get()
             if number is not None:

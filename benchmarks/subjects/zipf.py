@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
-from benchmarks import disk
 from benchmarks.context import Context
-from benchmarks.disk import RawDisk
+from benchmarks.disk import RawDisk, leave_page_cache, takes_direct
 from benchmarks.figures import Result, Table
 from benchmarks.measuring import median
 from benchmarks.workload import Stores, expect, huge_rows
+from lmcache_hs_backend.tiers.copying import alone, copy_alone, work_alone
 
 TITLE = "Zipf stream, pool of a quarter"
 
@@ -63,6 +65,7 @@ def run(context: Context) -> Result:
     hits = {"upstream": 0, "ours": 0}
     spent = {"upstream": 0.0, "ours": 0.0}
     restores: list[tuple[float, float, float]] = []  # seconds, hot bytes, cold bytes
+    bare: list[tuple[float, float, float]] = []  # the same of a bare loop
     seen: set[bytes] = set()
     with context.folder() as path:
         settings = {"write_back_sec": 30, "clean_fraction": 0.25, "store_wait_ms": 5000}
@@ -106,11 +109,14 @@ def run(context: Context) -> Result:
                     ram.append(memory.rate())
                     if not files and len(stores.files()) >= 2 * prompts.part:
                         files = stores.files()[: 2 * prompts.part]
-                        direct = disk.takes_direct(path)
+                        direct = takes_direct(path)
                         limits = RawDisk(size.depths, os.path.getsize(files[0]), len(files), direct=direct)
                     if limits is not None:
                         files = [file for file in files if os.path.exists(file)]
                         _disk_rates(limits, files, nbytes, raw)
+                        bare.append(
+                            memory.half_from_disk(limits, files[len(files) // 2 :], size.depths[-2], size.chunk)
+                        )
             if limits is not None:
                 limits.close()
 
@@ -137,6 +143,11 @@ def run(context: Context) -> Result:
         result.figure(
             "zipf.restore", "mean restore time over max(hot part at RAM speed, cold part at disk speed)",
             [taken / sum(bounds)], at_most=1.3,
+        )  # fmt: skip
+        bare_bounds = [max(2 * hot / median(ram), cold / disk_rate) for _, hot, cold in bare]
+        result.figure(
+            "zipf.restore_limit", "… the limit: copy_ of one half, raw read, xxh3 and copy_ of the other, by a bare loop",
+            [seconds / bound for (seconds, _, _), bound in zip(bare, bare_bounds, strict=True)],
         )  # fmt: skip
         settled = slice(len(restores) // 2, None)
         result.figure(
@@ -170,10 +181,29 @@ class _Ram:
         self._wide.copy_(rows)
         return self._wide.numel() * 4 / (time.perf_counter() - started)
 
+    def half_from_disk(self, disk: RawDisk, files: Sequence[str], depth: int, chunk: int) -> tuple[float, float, float]:
+        """A prompt of which the second half is on disk, by a bare loop: its seconds, and the bytes of both halves."""
+        tokens, hidden = len(files) * chunk, self._rows.shape[1]
+        nbytes = tokens * hidden * 2
+        rows = self._rows[:tokens] if self._next < tokens else self._rows[self._next - tokens : self._next]
+
+        def use(number: int) -> None:
+            work_alone()
+            data = disk.rows_read(number)
+            xxh3_64_hexdigest(data)
+            target = self._wide[tokens + number * chunk : tokens + (number + 1) * chunk]
+            copy_alone(target, torch.frombuffer(data, dtype=torch.bfloat16).view(chunk, hidden))
+
+        leave_page_cache(files)
+        started = time.perf_counter()
+        with alone():
+            disk.read_and(files, depth, use, lambda: copy_alone(self._wide[:tokens], rows))
+        return time.perf_counter() - started, nbytes, nbytes
+
 
 def _disk_rates(limits: RawDisk, files: list[str], nbytes: int, rates: dict[int, list[float]]) -> None:
     for depth, found in rates.items():
-        disk.leave_page_cache(files)
+        leave_page_cache(files)
         started = time.perf_counter()
         limits.read(files, depth)
         found.append(len(files) * nbytes / (time.perf_counter() - started))
