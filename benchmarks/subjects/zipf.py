@@ -114,9 +114,8 @@ def run(context: Context) -> Result:
                     if limits is not None:
                         files = [file for file in files if os.path.exists(file)]
                         _disk_rates(limits, files, nbytes, raw)
-                        bare.append(
-                            memory.half_from_disk(limits, files[len(files) // 2 :], size.depths[-2], size.chunk)
-                        )
+                        half = files[len(files) // 2 :]
+                        bare.append(memory.half_from_disk(limits, half, size.depths[-2], size.chunk))
             if limits is not None:
                 limits.close()
 
@@ -146,7 +145,7 @@ def run(context: Context) -> Result:
         )  # fmt: skip
         bare_bounds = [max(2 * hot / median(ram), cold / disk_rate) for _, hot, cold in bare]
         result.figure(
-            "zipf.restore_limit", "… the limit: copy_ of one half, raw read, xxh3 and copy_ of the other, by a bare loop",
+            "zipf.restore_limit", "… the limit: of a prompt that is half hot, by a bare loop",
             [seconds / bound for (seconds, _, _), bound in zip(bare, bare_bounds, strict=True)],
         )  # fmt: skip
         settled = slice(len(restores) // 2, None)
@@ -172,20 +171,22 @@ class _Ram:
 
     def rate(self) -> float:
         """Bytes of float32 per second."""
-        tokens = len(self._wide)
-        if self._next + tokens > len(self._rows):
-            self._next = 0
-        rows = self._rows[self._next : self._next + tokens]
-        self._next += tokens
+        rows = self._take(len(self._wide))
         started = time.perf_counter()
         self._wide.copy_(rows)
         return self._wide.numel() * 4 / (time.perf_counter() - started)
+
+    def _take(self, tokens: int) -> torch.Tensor:
+        if self._next + tokens > len(self._rows):
+            self._next = 0
+        self._next += tokens
+        return self._rows[self._next - tokens : self._next]
 
     def half_from_disk(self, disk: RawDisk, files: Sequence[str], depth: int, chunk: int) -> tuple[float, float, float]:
         """A prompt of which the second half is on disk, by a bare loop: its seconds, and the bytes of both halves."""
         tokens, hidden = len(files) * chunk, self._rows.shape[1]
         nbytes = tokens * hidden * 2
-        rows = self._rows[:tokens] if self._next < tokens else self._rows[self._next - tokens : self._next]
+        rows = self._take(tokens)
 
         def use(number: int) -> None:
             work_alone()
