@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from lmcache_hs_backend.tiers import copying
 from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
 from lmcache_hs_backend.tiers.mover import Mover
 
@@ -89,6 +90,25 @@ def test_a_copy_that_fails_is_the_callers_error_and_nobody_works_on_behind_its_b
     Crew(mover, 3).copy(good)  # whoever was still at work would have to end first
     assert all(torch.equal(target, source) for target, source in good)
     assert all(bool((old == old.flatten()[0]).all()) for old in before), "no piece was left in the middle"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("rows", [512, 8192], ids=["8 MiB", "128 MiB"])
+def test_while_an_io_thread_works_a_small_copy_waits_for_no_team(mover, monkeypatch, rows, busy):
+    teams = []
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args: (teams.append(torch.get_num_threads()), real(*args))[1])
+    monkeypatch.setattr(copying, "_runtimes", list)  # threads cannot be limited: then it copies in serial slices
+    source, target = torch.randn(rows, 4096), torch.zeros(rows, 4096)
+    gate, begun = threading.Event(), threading.Event()
+    call = mover.call(lambda: begun.set() or gate.wait(20)) if busy else None
+    try:
+        assert call is None or begun.wait(10)
+        Crew(mover, 3).copy([(target, source)])
+    finally:
+        gate.set()
+    assert torch.equal(target, source)
+    assert (len(teams) > 1) == (busy and rows == 512 and torch.get_num_threads() > 1)
 
 
 def test_a_crew_whose_threads_are_all_busy_copies_without_them(mover):

@@ -4,7 +4,9 @@ torch copies a large tensor with a team of OpenMP threads: one more core for one
 the slowest of them, and of threads that spin for more work afterwards. Where cores are busy, which on a server is
 the rule, the price is a turn of the scheduler for *each* copy: 16 scattered chunks took 116 ms instead of 10. So
 teams are for few copies, or large ones; of many small ones, whoever has time takes the next. I/O threads form no
-teams either, and neither does a caller beside them: they would get in the way of reading.
+teams either, and neither does a caller beside them: they would get in the way of reading. While they work on something
+else, a small copy is not worth a team either: it saves less than the turn that waiting for one member may cost, and
+the other members go on spinning on cores that the I/O threads then take from the caller.
 
 The size of a team is a property of the thread that forms it (OpenMP's nthreads-var). ``torch.set_num_threads`` also
 changes what threads to come start with, so OpenMP is asked directly. This module knows nothing of chunks.
@@ -35,7 +37,7 @@ _RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so", "libomp.dylib")
 _SERIAL_NUMEL = 32768
 #: So few copies that forming a team for each does not count.
 _FEW_PAIRS = 4
-#: So large that forming a team for it does not count.
+#: So large that forming a team for it does not count: one thread takes a turn of the scheduler, 3 or 4 ms, for it.
 _TEAM_BYTES = 32 << 20
 #: Bytes that a thread takes at a time: enough to be worth waking one, little enough to end together.
 _PIECE_BYTES = 4 << 20
@@ -54,6 +56,10 @@ class Crew:
 
         Raises what a copy raises, when nobody works on any of them any more.
         """
+        if not reading and self._mover.working and sum(map(_nbytes, pairs)) < _TEAM_BYTES:
+            with alone():
+                _copy(pairs)
+            return
         if not reading and (len(pairs) <= _FEW_PAIRS or all(_nbytes(pair) >= _TEAM_BYTES for pair in pairs)):
             for target, source in pairs:  # in the caller's mode, as the result was made
                 target.copy_(source)

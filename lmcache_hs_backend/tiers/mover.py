@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 IDLE_SEC = 3600.0
 #: Reads go first, but one in so many operations is something else, or a stream of reads would end all writing.
 _READS_IN_A_ROW = 8
+#: What comes in a stream has shorter breaks.
+_A_MOMENT_SEC = 0.05
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ class Mover:
         self._busy: dict[bytes, deque[FileOp]] = {}
         self._claims: dict[bytes, float] = {}  # names that were taken, and since when
         self._running: dict[int, tuple[FileOp, float]] = {}
+        self._over_at = -_A_MOMENT_SEC  # when an operation was last over
         self._idle = 0  # threads that wait for something to do
         self._stopping = False
         self._reads_in_a_row = 0
@@ -129,6 +132,11 @@ class Mover:
         way of the caller. It may be called away to a read before its time has come, so this is called now and then.
         """
         self._work.notify()
+
+    @property
+    def working(self) -> bool:
+        """Whether a thread has something to do, or had a moment ago. Without the lock, so it may be over by now."""
+        return bool(self._running) or time.monotonic() < self._over_at + _A_MOMENT_SEC
 
     @property
     def queued_reads(self) -> int:
@@ -191,6 +199,8 @@ class Mover:
         """The thread's operation, if it has one, is over; the next one, or None when the thread shall end."""
         with self._lock:
             over = self._running.pop(number, None)
+            if over is not None:
+                self._over_at = time.monotonic()
             name = b"" if over is None or over[0].handed_over else over[0].name
             del over  # what it holds shall not wait for the next one
             if name:
