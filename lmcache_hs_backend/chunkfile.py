@@ -87,7 +87,8 @@ class FileLayer:
 
 # -- writing -----------------------------------------------------------------------------------------
 
-_sequence = itertools.count(time.time_ns())  # in a container every run may have the same pid
+_FIRST = time.time_ns()  # in a container every run may have the same pid
+_sequence = itertools.count(_FIRST)
 
 
 def temporary_name(name: str) -> str:
@@ -98,6 +99,12 @@ def temporary_name(name: str) -> str:
 def is_temporary(name: str) -> bool:
     """Whether a file is a left-over of ours, or of safetensors' own ``save_file``."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_in_the_making(name: str) -> bool:
+    """Whether a temporary file was made by this process, which may be writing it at this moment."""
+    parts = name.rsplit(".", 3)
+    return len(parts) == 4 and parts[1] == str(os.getpid()) and parts[2].isdecimal() and int(parts[2]) >= _FIRST
 
 
 def write(

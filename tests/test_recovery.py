@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from prompts import IDENT, LAYER_BYTES, Prompt, check_balance, chunk_files, opened, prompt, rows, settings
+from disks import FaultyDisk
+from prompts import (
+    CHUNK,
+    IDENT,
+    LAYER_BYTES,
+    Prompt,
+    check_balance,
+    chunk_files,
+    opened,
+    prompt,
+    rows,
+    settings,
+)
 from waiting import wait_until
 
 from lmcache_hs_backend.tiered import TieredStore
@@ -136,3 +148,23 @@ def test_what_was_cleared_before_it_was_found_does_not_come_back_with_what_is_st
 
 def chunk_files_of(store: TieredStore) -> list[Path]:
     return chunk_files(Path(store.directory).parent)
+
+
+def test_recovery_leaves_a_file_alone_that_is_being_written(tmp_path: Path, disk: FaultyDisk) -> None:
+    with opened(tmp_path, files=disk, on_kv_gone="archive", write_back_sec=3600, clean_fraction=0) as store:
+        p = prompt(1)
+        store.store(p.refs, p.bytes, {0: rows(CHUNK)})
+        disk.hang()
+        store.kv_gone(p.names)
+        wait_until(lambda: disk.hanging == 1)
+        archive = Path(store.directory) / "archive"
+        (being_written,) = archive.rglob("*.tmp")
+        left_over = being_written.parent / f".{'ab' * 16}.1.1.tmp"
+        left_over.touch()
+        Recovery(store._pair, str(tmp_path), store.directory, store._executor)._scan_aside()
+        assert being_written.exists()
+        assert not left_over.exists()
+        disk.resume()
+        wait_until(lambda: store.stats()["archived_chunks"] == 1)
+        assert store.stats()["drops_archive"] == 0
+        assert store.stats()["cold_state"] == "online"

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from lmcache_hs_backend.chunkfile import is_temporary
+from lmcache_hs_backend.chunkfile import is_in_the_making, is_temporary
 from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.mover import Executor
@@ -210,6 +210,9 @@ class Recovery:
 
     @staticmethod
     def _remove(path: str) -> None:
+        """Something left over goes, but not what is being written: a chunk may be archived before we have looked."""
+        if is_in_the_making(os.path.basename(path)):
+            return
         with contextlib.suppress(OSError):  # a left-over that cannot be removed is tried again at the next start
             os.unlink(path)
 
