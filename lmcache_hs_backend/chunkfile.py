@@ -46,7 +46,7 @@ from lmcache_hs_backend.chunkhead import (
 SUFFIX = ".safetensors"
 
 _ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
-_TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9]+\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
+_TEMPORARY = re.compile(r"\..+\.([0-9]+)\.([0-9]+)\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
 
 
 class _Heads(threading.local):
@@ -103,8 +103,8 @@ def is_temporary(name: str) -> bool:
 
 def is_in_the_making(name: str) -> bool:
     """Whether a temporary file was made by this process, which may be writing it at this moment."""
-    parts = name.rsplit(".", 3)
-    return len(parts) == 4 and parts[1] == str(os.getpid()) and parts[2].isdecimal() and int(parts[2]) >= _FIRST
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match[1] == str(os.getpid()) and int(match[2]) >= _FIRST
 
 
 def write(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,6 @@ from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.reads import Read, Waiter
 
 FOREVER = 3600.0
-
-
-@pytest.fixture
-def disk() -> Iterator[FaultyDisk]:
-    disk = FaultyDisk()
-    yield disk
-    disk.resume()
 
 
 def on_disk(store: TieredStore, num_chunks: int) -> tuple[Prompt, torch.Tensor]:

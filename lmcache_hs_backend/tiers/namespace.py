@@ -376,4 +376,4 @@ def fan_out(directory: str, name: bytes) -> str:
 
 def chunk_path(directory: str, name: bytes) -> str:
     """The path of a chunk's file below a namespace (or archive) directory."""
-    return f"{directory}/{name[0]:02x}/{name.hex()}{SUFFIX}"
+    return f"{fan_out(directory, name)}/{name.hex()}{SUFFIX}"
