@@ -14,7 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
+import torch
+from xxhash import xxh3_64_hexdigest
+
 from lmcache_hs_backend.arena import HUGE_PAGE, align
+from lmcache_hs_backend.tiers.copying import copy_alone, work_alone
 
 _PAGE = 4096
 _WAITING = 4  # files that wait to be used, when reading threads begin to help
@@ -102,6 +106,21 @@ class RawDisk:
     def rows_read(self, number: int) -> memoryview:
         """Where the rows of a file are after it was read."""
         return self._views[number][1]
+
+    def check_and_copy(self, number: int, targets: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """What every reader has to do with a file: xxh3 of its layers, and a ``copy_`` of each to its target.
+
+        The layers lie at the end of the file, in the shapes of the targets. On the calling thread only.
+        """
+        data = self.rows_read(number)
+        end = len(data)
+        work_alone()
+        for target in reversed(targets):
+            begin = end - target.numel() * dtype.itemsize
+            part = data[begin:end]
+            xxh3_64_hexdigest(part)
+            copy_alone(target, torch.frombuffer(part, dtype=dtype).view(target.shape))
+            end = begin
 
     def read_here(self, path: str) -> None:
         """One file on the calling thread."""

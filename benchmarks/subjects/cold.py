@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 
 import torch
-from xxhash import xxh3_64_hexdigest
 
 from benchmarks import disk
 from benchmarks.context import NO_VLLM, Context
@@ -15,7 +14,7 @@ from benchmarks.figures import Result, times_table
 from benchmarks.measuring import Step, fastest, interleaved, median, quotients
 from benchmarks.peers import peers_of
 from benchmarks.workload import Stores, expect, huge_rows, new_prompt, random_rows
-from lmcache_hs_backend.tiers.copying import alone, copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import alone, copy_alone
 
 TITLE = "Cold retrieve"
 
@@ -67,15 +66,10 @@ def run(context: Context) -> Result:
             name: Step(lambda d=depth: raw.read(files, d), lambda: disk.leave_page_cache(files))
             for name, depth in depths.items()
         }
-        read_rows = [
-            torch.frombuffer(raw.rows_read(n), dtype=rows.dtype).view(size.chunk, -1) for n in range(len(files))
-        ]
 
         def bare(targets: torch.Tensor) -> Callable[[int], None]:
             def use(number: int) -> None:
-                work_alone()
-                xxh3_64_hexdigest(raw.rows_read(number))
-                copy_alone(targets[number * size.chunk : (number + 1) * size.chunk], read_rows[number])
+                raw.check_and_copy(number, [targets[number * size.chunk : (number + 1) * size.chunk]], rows.dtype)
 
             return use
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 
 import torch
-from xxhash import xxh3_64_hexdigest
 
 from benchmarks import disk
 from benchmarks.context import Context
@@ -17,7 +16,7 @@ from benchmarks.disk import RawDisk
 from benchmarks.figures import Result, Table
 from benchmarks.measuring import Step, Times, fastest, interleaved, median, quotients
 from benchmarks.workload import Stores, expect, huge_rows, new_prompt, random_rows
-from lmcache_hs_backend.tiers.copying import alone, copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import alone
 
 TITLE = "Cold retrieve, from one chunk to many"
 
@@ -73,14 +72,7 @@ def _case(context: Context, chunks: int, hidden: int, layers: int, dtype: torch.
         wide = [huge_rows(tokens, hidden, torch.float32) for _ in rows]
 
         def use(number: int) -> None:
-            """What every reader has to do with the layers of a file. They lie at its end."""
-            data = raw.rows_read(number)
-            for layer in range(layers):
-                part = data[len(data) - (layers - layer) * layer_bytes :][:layer_bytes]
-                work_alone()
-                xxh3_64_hexdigest(part)
-                source = torch.frombuffer(part, dtype=dtype).view(chunk, hidden)
-                copy_alone(wide[layer][number * chunk : (number + 1) * chunk], source)
+            raw.check_and_copy(number, [target[number * chunk : (number + 1) * chunk] for target in wide], dtype)
 
         def bare() -> None:
             with alone():

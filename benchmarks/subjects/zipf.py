@@ -12,14 +12,13 @@ import time
 from collections.abc import Sequence
 
 import torch
-from xxhash import xxh3_64_hexdigest
 
 from benchmarks.context import Context
 from benchmarks.disk import RawDisk, leave_page_cache, takes_direct
 from benchmarks.figures import Result, Table
 from benchmarks.measuring import median
 from benchmarks.workload import Stores, expect, huge_rows
-from lmcache_hs_backend.tiers.copying import alone, copy_alone, work_alone
+from lmcache_hs_backend.tiers.copying import alone, copy_alone
 
 TITLE = "Zipf stream, pool of a quarter"
 
@@ -189,11 +188,8 @@ class _Ram:
         rows = self._take(tokens)
 
         def use(number: int) -> None:
-            work_alone()
-            data = disk.rows_read(number)
-            xxh3_64_hexdigest(data)
             target = self._wide[tokens + number * chunk : tokens + (number + 1) * chunk]
-            copy_alone(target, torch.frombuffer(data, dtype=torch.bfloat16).view(chunk, hidden))
+            disk.check_and_copy(number, [target], torch.bfloat16)
 
         leave_page_cache(files)
         started = time.perf_counter()
