@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_hs_backend.arena import ALIGN, Arena, BufferPool
+from lmcache_hs_backend.arena import ALIGN, HUGE_PAGE, Arena, BufferPool
 
 
 @settings(deadline=None, max_examples=150)
@@ -54,6 +54,23 @@ def test_neighbours_are_given_out_together() -> None:
 def test_a_pool_without_a_page_is_refused() -> None:
     with pytest.raises(ValueError, match="4095"):
         Arena(4095)
+
+
+@pytest.mark.parametrize("odd_pages", [0, 1, 255, 511])
+def test_memory_for_a_huge_page_begins_where_one_does(odd_pages: int) -> None:
+    """In front of a huge page's start lie small ones: hundreds of pieces for the disk, for the first slot of all."""
+    nbytes = 3 * HUGE_PAGE + odd_pages * ALIGN
+    between = BufferPool(0).get(ALIGN)  # so that the next mappings do not happen to begin on such a boundary
+    arena = Arena(nbytes)
+    (slot,) = arena.allocate(HUGE_PAGE)
+    result = BufferPool(0).get(nbytes).rows(nbytes // ALIGN, ALIGN, torch.uint8)
+    assert arena.rows_at(slot, 1, HUGE_PAGE, torch.uint8).data_ptr() % HUGE_PAGE == 0
+    assert result.data_ptr() % HUGE_PAGE == 0
+    assert arena.capacity == nbytes == result.nbytes
+    result.fill_(1)
+    arena.rows_at(0, 1, nbytes, torch.uint8).fill_(2)
+    assert bool((result == 1).all())
+    del between
 
 
 def test_a_buffer_comes_back_only_when_its_last_view_is_gone() -> None:

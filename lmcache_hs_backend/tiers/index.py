@@ -43,6 +43,8 @@ class Standing(Enum):
     CONFIRMED = "confirmed"
     GONE = "gone"
 
+    __hash__ = object.__hash__  # Enum's is Python code, and they are counted for every chunk
+
 
 class Slot(NamedTuple):
     """A layer of a chunk in the hot tier: where it lies and what it is. ``nbytes`` is what it occupies."""

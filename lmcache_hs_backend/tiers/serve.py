@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -29,13 +29,14 @@ logger = logging.getLogger(__name__)
 _FEW_READS = 2
 
 
-class _Walk(NamedTuple):
+@dataclass(slots=True)
+class _Walk:
     """What a walk over a prompt has found: its leased chunks, from the first on."""
 
     entries: list[Entry]
     cold: dict[int, tuple[int, ...]]  # by position: the layers that must be read
     specs: list[LayerSpec]  # of the first chunk
-    miss: str | None  # why the next chunk does not count
+    miss: str | None = None  # why the next chunk does not count
 
 
 class Serve:
@@ -128,9 +129,9 @@ class Serve:
 
     def _walk(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool) -> _Walk:
         """Lease the chunks, from the first on, that have every layer in one shape."""
-        walk = _Walk([], {}, [], None)
+        walk = _Walk([], {}, [])
         if not self.closed:
-            walk = walk._replace(miss=self._look_up(refs, layer_idxs, native, walk))
+            walk.miss = self._look_up(refs, layer_idxs, native, walk)
             self._pair.lease(*walk.entries)
         return walk
 
