@@ -20,6 +20,8 @@ from lmcache_hs_backend.tiers.index import Entry, Index, Slot, slot_bytes
 #: Rows of one layer of one chunk on their way between a tensor and a slot: the first row in the tensor, how many, and
 #: the slot.
 Move = tuple[int, int, Slot]
+#: A layer of a chunk that wants a slot, and of how many bytes.
+_Need = tuple[LayerSpec, int]
 
 
 class HotTier:
@@ -50,19 +52,24 @@ class HotTier:
         A chunk is ``(num_tokens, layers)``; it gets all its slots or none. Clean chunks leave, least
         recently used first, as far as that helps.
         """
-        sizes = [sum(slot_bytes(spec, tokens) for spec in specs) for tokens, specs in chunks]
-        fit = wanted = 0
-        while fit < len(chunks) and wanted + sizes[fit] <= self.ready_bytes:
-            wanted += sizes[fit]
-            fit += 1
-        if not fit:
+        ready = self.ready_bytes
+        wanted = 0
+        needs: list[list[_Need]] = []
+        for tokens, specs in chunks:
+            need = [(spec, slot_bytes(spec, tokens)) for spec in specs]
+            nbytes = sum([nbytes for _, nbytes in need])
+            if wanted + nbytes > ready:
+                break
+            wanted += nbytes
+            needs.append(need)
+        if not needs:
             return []
         while self.arena.free_bytes < wanted and self._evict_one():
             pass
-        placed = self._place(chunks[:fit])
+        placed = self._place(needs)
         # Enough bytes, but scattered: only now does a further chunk have to leave for the first one's sake.
         while not placed and self._evict_one():
-            placed = self._place(chunks[:1])
+            placed = self._place(needs[:1])
         return placed
 
     def free(self, slots: Mapping[int, Slot]) -> None:
@@ -88,14 +95,14 @@ class HotTier:
         self._index.settle(entry)
         self._on_evict(entry)
 
-    def _place(self, chunks: Sequence[tuple[int, Sequence[LayerSpec]]]) -> list[dict[int, Slot]]:
+    def _place(self, needs: Sequence[Sequence[_Need]]) -> list[dict[int, Slot]]:
         """Slots layer by layer, so that the same layer of neighbouring chunks lies side by side."""
-        placed: list[dict[int, Slot]] = [{} for _ in chunks]
-        by_layer: dict[tuple[LayerSpec, int], list[int]] = {}
-        for number, (tokens, specs) in enumerate(chunks):
-            for spec in specs:
-                by_layer.setdefault((spec, slot_bytes(spec, tokens)), []).append(number)
-        fit = len(chunks)
+        placed: list[dict[int, Slot]] = [{} for _ in needs]
+        by_layer: dict[_Need, list[int]] = {}
+        for number, chunk in enumerate(needs):
+            for need in chunk:
+                by_layer.setdefault(need, []).append(number)
+        fit = len(needs)
         for (spec, nbytes), numbers in by_layer.items():
             offsets = self.arena.allocate(nbytes, len(numbers))
             for number, offset in zip(numbers, offsets, strict=False):

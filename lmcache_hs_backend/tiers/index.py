@@ -46,6 +46,10 @@ class Standing(Enum):
     __hash__ = object.__hash__  # Enum's is Python code, and they are counted for every chunk
 
 
+#: The members by themselves, for what is done for every chunk: up to Python 3.11 ``Standing.GONE`` takes 80 ns.
+UNREAD, UNCONFIRMED, CONFIRMED, GONE = Standing
+
+
 class Slot(NamedTuple):
     """A layer of a chunk in the hot tier: where it lies and what it is. ``nbytes`` is what it occupies."""
 
@@ -113,7 +117,7 @@ class Entry:
 
     @property
     def gone(self) -> bool:
-        return self.standing is Standing.GONE
+        return self.standing is GONE
 
     @property
     def unread(self) -> bool:
@@ -217,24 +221,33 @@ class Index:
     def settle(self, entry: Entry) -> None:
         """Put an entry into the orders that fit its state. Called after every change to it."""
         name = entry.name
-        entry.held_clean_bytes = 0
         alive = not entry.gone
         hot = alive and bool(entry.hot)
         dirty = hot and entry.dirty
-        self._place(self.cold, entry, alive and entry.file_bytes > 0)
-        self._place(self.dirty, entry, dirty and not entry.claimed and not entry.refused)
-        if dirty and name not in self.aging and not entry.refused:
+        evictable = hot and not entry.leases and not entry.claimed and (not dirty or bool(entry.refused))
+        to_write = dirty and not entry.refused
+        if alive and entry.file_bytes:
+            self.cold.setdefault(name, entry)
+        else:
+            self.cold.pop(name, None)
+        if to_write and not entry.claimed:
+            self.dirty.setdefault(name, entry)
+        else:
+            self.dirty.pop(name, None)
+        if not to_write:
+            self.aging.pop(name, None)
+        elif name not in self.aging:
             entry.dirty_since = time.monotonic()
             self.aging[name] = entry
-        elif not dirty or entry.refused:
-            self.aging.pop(name, None)
-        evictable = hot and not entry.leases and not entry.claimed and (not dirty or bool(entry.refused))
-        self._place(self.clean, entry, evictable)
+        if evictable:
+            self.clean.setdefault(name, entry)
+        else:
+            self.clean.pop(name, None)
         clean_bytes = entry.hot_bytes if evictable else 0
         self.clean_bytes += clean_bytes - entry.counted_clean_bytes
-        entry.counted_clean_bytes = clean_bytes
         self.hot_chunks += hot - entry.counted_hot
         self.dirty_chunks += dirty - entry.counted_dirty
+        entry.counted_clean_bytes, entry.held_clean_bytes = clean_bytes, 0
         entry.counted_hot, entry.counted_dirty = hot, dirty
 
     def touch(self, entries: Sequence[Entry]) -> None:
@@ -269,8 +282,9 @@ class Index:
 
     def tick(self) -> int:
         """Nanoseconds of the clock, strictly ascending whatever the clock does."""
-        self._last_ns = max(time.time_ns(), self._last_ns + 1)
-        return self._last_ns
+        now, last = time.time_ns(), self._last_ns
+        self._last_ns = now = now if now > last else last + 1
+        return now
 
     def share(self, layout: FileLayout) -> FileLayout:
         """One object for equal layouts: a million chunks have a handful of them."""
@@ -284,10 +298,3 @@ class Index:
             self.entries.move_to_end(name)
             turn.append(entry)
         return turn
-
-    @staticmethod
-    def _place(order: OrderedDict[bytes, Entry], entry: Entry, belongs: bool) -> None:
-        if belongs:
-            order.setdefault(entry.name, entry)
-        else:
-            order.pop(entry.name, None)

@@ -19,7 +19,7 @@ from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec
 from lmcache_hs_backend.chunkhead import MAX_LAYERS, Description
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.headers import ensure_read
-from lmcache_hs_backend.tiers.index import Entry, Slot, Standing, slot_bytes
+from lmcache_hs_backend.tiers.index import CONFIRMED, UNCONFIRMED, UNREAD, Entry, Slot, slot_bytes
 from lmcache_hs_backend.tiers.pair import TierPair
 
 #: A lease that ends makes room without anybody being told, so a waiting store looks again this often.
@@ -112,11 +112,12 @@ class Intake:
         """Lock held. The chunks up to the first that cannot be stored, what of them is new, what counts."""
         index, wants, stored, seen_ns = self._pair.index, [], 0, time.monotonic_ns()
         layer_idxs = frozenset(spec.layer_idx for spec in specs)
+        seen = Presence.PRESENT
         known = []
         for number, (ref, answer) in enumerate(zip(refs, answers, strict=True)):
             entry = index.get(ref.name)
-            present = answer is Presence.PRESENT
-            if entry is None or entry.standing is Standing.UNREAD:
+            present = answer is seen
+            if entry is None or entry.standing is UNREAD:
                 wants.append(_Want(ref, specs, present, counted=False))
                 continue
             if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
@@ -222,14 +223,14 @@ class Intake:
             ref = want.ref
             entry = pair.index.get(ref.name)
             if entry is None:
-                standing = Standing.CONFIRMED if want.present else Standing.UNCONFIRMED
+                standing = CONFIRMED if want.present else UNCONFIRMED
                 entry = Entry(ref.name, standing, ref.prefix, ref.num_tokens, ref.kv_key, slots)
                 entry.file_bytes = pair.cold.inherit(ref.name)
                 self._describe(entry, ref, ids, created_at)
                 entry.stored_at = now
                 pair.index.add(entry)
             else:
-                if entry.standing is Standing.UNREAD:
+                if entry.standing is UNREAD:
                     pair.adopt(entry, ref.prefix, ref.num_tokens, want.present)
                 # Meanwhile another call may have stored the chunk, or a colliding one, or recovery have found it.
                 other = entry.prefix != ref.prefix

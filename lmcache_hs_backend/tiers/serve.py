@@ -19,7 +19,7 @@ import torch
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.copying import alone, copy_serially
 from lmcache_hs_backend.tiers.headers import ensure_read
-from lmcache_hs_backend.tiers.index import Entry, Standing
+from lmcache_hs_backend.tiers.index import CONFIRMED, UNREAD, Entry
 from lmcache_hs_backend.tiers.pair import TierPair
 from lmcache_hs_backend.tiers.reads import Read, Waiter
 
@@ -111,7 +111,7 @@ class Serve:
             room = pair.hot.ready_bytes
             for ref in refs:
                 entry = pair.index.get(ref.name)
-                if entry is None or entry.prefix != ref.prefix or entry.standing is Standing.UNREAD:
+                if entry is None or entry.prefix != ref.prefix or entry.standing is UNREAD:
                     return
                 if pair.mover.is_busy(entry.name):
                     continue  # somebody reads or writes it already
@@ -142,7 +142,7 @@ class Serve:
         entries, readable = pair.index.entries, pair.cold.readable
         for ref in refs:
             entry = entries.get(ref.name)
-            if entry is None or entry.standing is Standing.UNREAD:
+            if entry is None or entry.standing is UNREAD:
                 return "absent"
             if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
                 return "collision"
@@ -176,15 +176,16 @@ class Serve:
         miss: str | None,
     ) -> tuple[int, str | None]:
         """How many of the chunks may be served, as to their KV; those whose KV is gone leave both tiers."""
-        known = next((n for n, answer in enumerate(answers) if answer is not Presence.PRESENT), len(entries))
+        present = Presence.PRESENT
+        known = next((n for n, answer in enumerate(answers) if answer is not present), len(entries))
         seen_ns = time.monotonic_ns()
         for position, entry in enumerate(entries[:known]):
-            if entry.standing is not Standing.CONFIRMED or entry.uncounted:
+            if entry.standing is not CONFIRMED or entry.uncounted:
                 self._pair.confirm(entry, refs[position].kv_key, seen_ns)
                 entry.uncounted = frozenset()
         for position in range(known, len(entries)):
             entry, answer = entries[position], answers[position]
-            gone = answer is Presence.GONE and entry.standing is Standing.CONFIRMED
+            gone = answer is Presence.GONE and entry.standing is CONFIRMED
             if position == known:
                 miss = "kv_gone" if gone else "kv_absent" if answer is Presence.GONE else "kv_unknown"
             if gone and entry.seen_ns < asked_ns:  # nobody has seen it since
