@@ -65,7 +65,7 @@ class TestRm:
     def test_without_a_choice_or_an_answer_nothing_happens(self, cold: Path) -> None:
         add_prompt(namespace(cold), tokens_of(CHUNK))
         assert "say which chunks" in fails("rm", cold)
-        assert "say which chunks" in fails("rm", cold, "--all", "--state", "cold")
+        assert "say which chunks, or --all, not both" in fails("rm", cold, "--all", "--state", "cold")
         assert "no terminal to ask on" in fails("rm", cold, "--all")
         assert len(chunk_files(cold)) == 1
 
@@ -110,6 +110,13 @@ class TestGc:
         inspect_json("gc", cold, "--keep", "kept-", "--yes")
         assert chunk_files(cold) == set(kept)
 
+    def test_what_is_to_be_kept_must_exist_or_a_slip_of_the_pen_would_delete_everything(self, cold: Path) -> None:
+        files = add_prompt(namespace(cold, "org/kept"), tokens_of(CHUNK), model="org/kept").files
+        for slips in (["Kept-"], ["kept-", "old-"]):
+            options = [option for slip in slips for option in ("--keep", slip)]
+            assert f"--keep {slips[-1]}: there is none that begins so" in fails("gc", cold, *options, "--yes")
+        assert chunk_files(cold) == set(files)
+
     def test_expired(self, cold: Path) -> None:
         directory = namespace(cold)
         add_prompt(directory, tokens_of(2 * CHUNK), used_at=time.time() - 10 * 86400)
@@ -146,7 +153,8 @@ class TestGc:
     def test_a_running_engine_keeps_everything(self, cold: Path, locked: Path) -> None:
         temporary = locked / ".x.1.2.tmp"
         temporary.write_text("being written")
-        done = inspect("gc", cold, "--expired", "1d", "--max-size", "0", "--keep", "nothing", "--yes")
+        namespace(cold, "org/kept")
+        done = inspect("gc", cold, "--expired", "1d", "--max-size", "0", "--keep", "kept-", "--yes")
         assert done.returncode == 0
         assert f"in use, left alone: {locked.name}" in done.stdout
         assert temporary.exists()

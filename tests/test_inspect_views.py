@@ -207,7 +207,7 @@ class TestStats:
         lines = inspect("stats", cold).stdout.splitlines()
         assert lines[0].split()[:3] == ["namespace", "in", "use"]
         assert lines[-1].startswith("9 chunks, ")
-        assert lines[-1].endswith("1 skipped")
+        assert lines[-1].endswith("1 skipped (header 1)")
 
     def test_it_needs_neither_lmcache_nor_torch(self, cold: Path, tmp_path: Path) -> None:
         family(namespace(cold))

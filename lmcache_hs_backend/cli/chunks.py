@@ -13,10 +13,11 @@ import contextlib
 import fnmatch
 import itertools
 import os
+import sys
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +38,7 @@ from lmcache_hs_backend.cli.coldpath import (
     read_parts_of,
     scan,
 )
-from lmcache_hs_backend.cli.console import CommandError, time_text
+from lmcache_hs_backend.cli.console import CommandError, printable, time_text
 from lmcache_hs_backend.cli.parallel import in_processes
 from lmcache_hs_backend.config import ConfigError, TieredConfig, default_cold_path
 
@@ -99,18 +100,25 @@ Test = Callable[[Chunk], bool]
 
 
 class Chunks:
-    """Goes through a cold path. What cannot be read is counted in ``skipped``, by reason."""
+    """Goes through a cold path. What cannot be read is counted in ``skipped``, by reason, a directory as one.
+
+    ``refused``: the directories among them that ``places`` has met: namespace, path, why.
+    """
 
     def __init__(self, cold_path: ColdPath, namespaces: list[Namespace], states: tuple[str, ...] = STATES) -> None:
         self.cold_path = cold_path
         self.namespaces = namespaces
         self.skipped: Counter[str] = Counter()
+        self.refused: list[tuple[Namespace, str, str]] = []
         self._states = states
 
     def places(self) -> Iterator[Place]:
         """Where there are chunk files, by their names alone."""
         for folder in self._folders():
-            yield from folder.places()
+            try:
+                yield from folder.places()
+            except OSError as error:
+                self._refuse(folder.namespace, folder.path, error)
 
     def read(self) -> Iterator[Chunk]:
         """Every chunk that can be read, in the order of the directories, without its token ids."""
@@ -123,15 +131,24 @@ class Chunks:
     def _folders(self) -> Iterator[_Folder]:
         for namespace in self.namespaces:
             for state in self._states:
-                for path in folders(namespace.root(state)):
+                root = namespace.root(state)
+                try:
+                    paths = folders(root)
+                except OSError as error:
+                    self._refuse(namespace, root, error)
+                    continue
+                for path in paths:
                     yield _Folder(namespace, state, path)
 
-    def skipped_text(self) -> str:
-        """``2 skipped (vanished 1, size 1)``, empty when none was."""
-        if not self.skipped:
-            return ""
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.skipped.items()))
-        return f"{sum(self.skipped.values()):,} skipped ({reasons})"
+    def _refuse(self, namespace: Namespace, path: str, error: OSError) -> None:
+        self.refused.append((namespace, path, str(error.strerror)))
+        self.skipped["unreadable"] += 1
+
+
+def skipped_text(skipped: Mapping[str, int]) -> str:
+    """``2 skipped (size 1, vanished 1)``."""
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
+    return f"{sum(skipped.values()):,} skipped ({reasons})"
 
 
 class Place(NamedTuple):
@@ -174,6 +191,10 @@ def _read_folder(folder: _Folder) -> Iterator[Chunk | str]:
                 yield _read(*waiting.popleft())
         while waiting:
             yield _read(*waiting.popleft())
+    except OSError:  # of the directory; the files answer for themselves
+        while waiting:
+            yield _read(*waiting.popleft())
+        yield "unreadable"
     finally:  # whoever asked may have seen enough
         for _, opened in waiting:
             if not isinstance(opened, str):
@@ -234,8 +255,11 @@ class Where(NamedTuple):
     config: TieredConfig | None
 
 
-def open_path(args: argparse.Namespace) -> Where:
-    """The cold path that the arguments name. Raises CommandError."""
+def open_path(args: argparse.Namespace, *, tell: bool = True) -> Where:
+    """The cold path that the arguments name. Raises CommandError.
+
+    ``tell``: say on standard error which directories are left out that look like namespaces.
+    """
     config = None
     path = args.cold_path
     if path is None and (args.config or os.environ.get("LMCACHE_CONFIG_FILE")):
@@ -248,9 +272,22 @@ def open_path(args: argparse.Namespace) -> Where:
             raise CommandError(str(error)) from None
         path = config.cold_path
     try:
-        return Where(ColdPath(path or default_cold_path()), config)
+        where = Where(ColdPath(path or default_cold_path()), config)
     except NotAColdPath as error:
-        raise CommandError(str(error)) from None
+        default = "" if path else " (the default; name a directory, or a configuration with --config)"
+        raise CommandError(f"{error}{default}") from None
+    if tell and not args.quiet:
+        for why in where.cold_path.passed_over:
+            print(f"note: left out: {printable(why)}", file=sys.stderr)
+    return where
+
+
+def namespaces_of(where: Where, prefix: str | None, option: str = "--namespace") -> list[Namespace]:
+    """Those that begin as an option says, all without one. Raises CommandError when it is none."""
+    found = [namespace for namespace in where.cold_path.namespaces if namespace.label.startswith(prefix or "")]
+    if not found:
+        raise CommandError(f"{option} {prefix}: there is none that begins so")
+    return found
 
 
 # -- which chunks --------------------------------------------------------------------------------------
@@ -279,11 +316,7 @@ def choose(where: Where, args: argparse.Namespace) -> tuple[Chunks, Test]:
     for option in ("model", "namespace", "since", "before", "prefix_of"):
         if getattr(args, option) == "":  # an unset variable in a script; to take it for "all" would be fatal for rm
             raise CommandError(f"--{option.replace('_', '-')} is empty")
-    namespaces = where.cold_path.namespaces
-    if args.namespace is not None:
-        namespaces = [n for n in namespaces if n.label.startswith(args.namespace)]
-        if not namespaces:
-            raise CommandError(f"--namespace {args.namespace}: there is none that begins so")
+    namespaces = namespaces_of(where, args.namespace)
     states = (args.state,) if args.state else STATES
     tests: list[Test] = []
     if args.model is not None:

@@ -41,6 +41,7 @@ MAX_RECORD_BYTES = 1 << 16
 _PAGE = 4096
 _CHUNK_FILE = re.compile(r"([0-9a-f]{32})\.safetensors")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
+_NAMESPACE = re.compile(r".+-[0-9a-f]{12}")
 _SUBDIRECTORY = re.compile(r"p[1-9][0-9]{0,3}")
 _TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9]+\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
 _LAYER = re.compile(r"layer\.(-?(?:0|[1-9][0-9]{0,18}))")
@@ -308,7 +309,7 @@ class ColdPath:
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
-        self.passed_over: list[str] = []  # why directories that look like namespaces are none
+        self.passed_over: list[str] = []  # why directories that look like namespaces are none, a line each
         try:
             self.namespaces = list(self._find())
         except OSError as error:
@@ -326,9 +327,9 @@ class ColdPath:
 
     def _find(self) -> Iterator[Namespace]:
         for directory in _directories(self.path):
-            if not os.path.lexists(os.path.join(directory, RECORD)):
-                continue
             try:
+                if not self._has_record(directory):
+                    continue
                 yield self._namespace(directory)
                 nested = [path for path in _directories(directory) if _SUBDIRECTORY.fullmatch(os.path.basename(path))]
             except NotAColdPath as why:
@@ -336,9 +337,25 @@ class ColdPath:
                 continue
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                if _NAMESPACE.fullmatch(os.path.basename(directory)):  # else it is none of our business
+                    self.passed_over.append(f"{directory}: {error.strerror}")
+                continue
             for path in nested:
-                with contextlib.suppress(NotAColdPath):
+                try:
                     yield self._namespace(path)
+                except NotAColdPath as why:
+                    self.passed_over.append(str(why))
+
+    def _has_record(self, directory: str) -> bool:
+        """Whether a directory says that it is a namespace. Raises OSError where it may not be looked into."""
+        try:
+            os.lstat(os.path.join(directory, RECORD))
+        except FileNotFoundError:
+            if _NAMESPACE.fullmatch(os.path.basename(directory)) and folders(directory):
+                raise NotAColdPath(f"{directory}: chunk files, but no {RECORD}") from None
+            return False
+        return True
 
     def _namespace(self, directory: str) -> Namespace:
         return Namespace(directory, os.path.relpath(directory, self.path), read_record(directory))
@@ -411,7 +428,7 @@ def _entries(path: str) -> Sequence[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return sorted(entries, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # who looks for chunks there says so
         return []
 
 

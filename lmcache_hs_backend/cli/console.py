@@ -165,8 +165,14 @@ class Screen:
 _PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the program with status 1, which means a finding. ``run`` knows better."""
+        raise BrokenPipeError
+
+
 def _console(file: TextIO, width: int | None) -> Console:
-    return Console(file=file, width=width, **_PLAIN)
+    return _Console(file=file, width=width, **_PLAIN)
 
 
 def confirm(question: str) -> bool:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lmcache_hs_backend.cli.chunks import Chunks, add_path_arguments, moment, open_path
+from lmcache_hs_backend.cli.chunks import Chunks, add_path_arguments, moment, namespaces_of, open_path
 from lmcache_hs_backend.cli.coldpath import QUARANTINE, Namespace, files_in, in_use, strays
 from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options
 from lmcache_hs_backend.cli.removal import Doomed, add_removal_arguments, remove
@@ -56,6 +56,8 @@ def execute(args: argparse.Namespace) -> int:
     expired = moment("--expired", args.expired) if args.expired else None
     where = open_path(args)
     namespaces = where.cold_path.namespaces
+    for prefix in args.keep or ():
+        namespaces_of(where, prefix, "--keep")  # a slip of the pen shall not delete everything
     free = [namespace for namespace in namespaces if not in_use(namespace)]
     doomed: list[Doomed] = []
     for namespace in free:

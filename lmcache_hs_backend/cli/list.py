@@ -18,6 +18,7 @@ from lmcache_hs_backend.cli.chunks import (
     add_path_arguments,
     choose,
     open_path,
+    skipped_text,
 )
 from lmcache_hs_backend.cli.console import (
     CommandError,
@@ -189,7 +190,7 @@ class _Lines:
             limit = where.config.max_cold_bytes
             parts.append(f"{summary.bytes / limit:.1%} of the limit of {bytes_text(limit)}")
         if chunks.skipped:
-            parts.append(chunks.skipped_text())
+            parts.append(skipped_text(chunks.skipped))
         self._screen.show(", ".join(parts), style="bold")
 
 

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     chooses = any(getattr(args, name) is not None for name in _FILTERS)
-    if chooses == args.all:
+    if chooses and args.all:
+        raise CommandError("say which chunks, or --all, not both")
+    if not chooses and not args.all:
         raise CommandError("say which chunks, with --model, --before, … (see --help), or --all")
     where = open_path(args)
     chunks, test = choose(where, args)

@@ -15,6 +15,7 @@ from lmcache_hs_backend.cli.chunks import (
     add_path_arguments,
     load_tokenizer,
     look_at,
+    namespaces_of,
     open_path,
 )
 from lmcache_hs_backend.cli.coldpath import Named
@@ -63,7 +64,7 @@ def execute(args: argparse.Namespace) -> int:
 def _find(where: Where, args: argparse.Namespace) -> tuple[Node, Forest]:
     """The one chunk that is meant. Raises CommandError when it is none, or more than one."""
     wanted = args.chunk.removesuffix(".safetensors")
-    namespaces = [n for n in where.cold_path.namespaces if n.label.startswith(args.namespace or "")]
+    namespaces = namespaces_of(where, args.namespace)
     forests = grow(Chunks(where.cold_path, namespaces).read(), namespaces)
     found = [
         (node, forest)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmcache_hs_backend.cli.chunks import Chunk, Chunks, Where, add_path_arguments, open_path
+from lmcache_hs_backend.cli.chunks import Chunk, Chunks, Where, add_path_arguments, open_path, skipped_text
 from lmcache_hs_backend.cli.coldpath import QUARANTINE, Namespace, files_in, in_use
 from lmcache_hs_backend.cli.console import (
     Screen,
@@ -214,7 +214,7 @@ def _print(screen: Screen, figures: dict[str, Any]) -> None:
         used = total["bytes"] + total["quarantined_bytes"]
         parts.append(f"{used / figures['limit_bytes']:.1%} of the limit of {bytes_text(figures['limit_bytes'])}")
     if figures["skipped"]:
-        parts.append(f"{sum(figures['skipped'].values()):,} skipped")
+        parts.append(skipped_text(figures["skipped"]))
     screen.show(", ".join(parts), style="bold")
 
 

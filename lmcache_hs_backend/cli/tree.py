@@ -9,7 +9,9 @@ from lmcache_hs_backend.cli.chunks import (
     Chunks,
     add_path_arguments,
     load_tokenizer,
+    namespaces_of,
     open_path,
+    skipped_text,
 )
 from lmcache_hs_backend.cli.coldpath import Unreadable, read_head
 from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options, bytes_text, printable
@@ -43,7 +45,7 @@ def execute(args: argparse.Namespace) -> int:
             raise CommandError(f"--{option} is {getattr(args, option)}, but must be at least 1")
     where = open_path(args)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    namespaces = [n for n in where.cold_path.namespaces if n.label.startswith(args.namespace or "")]
+    namespaces = namespaces_of(where, args.namespace)
     chunks = Chunks(where.cold_path, namespaces)
     view = _View(args.depth, args.width, tokenizer)
     forests = grow(chunks.read(), namespaces)
@@ -56,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
             screen.show(_title(forest), style="bold")
             _print(screen, view.branches(forest.roots, 1), "")
         if chunks.skipped:
-            screen.show(chunks.skipped_text(), style="yellow")
+            screen.show(skipped_text(chunks.skipped), style="yellow")
     return 0
 
 

@@ -43,7 +43,7 @@ KINDS = {
     "key": "a file is not named after the chunk in it",
     "model": "a chunk of another model than its namespace's",
     "prefix": "the prefix digest of a first chunk does not match its token ids, or a later chunk names no parent",
-    "unreadable": "the system refuses to read a file",
+    "unreadable": "the system refuses to read a file or directory",
     "misplaced": "a chunk file lies in the wrong one of the 256 directories, where nobody looks for it",
     "temporary": "left over from a write that was never finished",
     "foreign": "not a file of ours",
@@ -92,20 +92,25 @@ class Verifier:
         self.records = {namespace.directory: Records(namespace) for namespace in cold_path.namespaces}
         self._cold_path = cold_path
         self._places: list[Place] = []
+        self._refused: list[tuple[Namespace, str, str]] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
 
     def find(self) -> int:
         """Find the files; how many bytes there are to read."""
         total = 0
-        for place in Chunks(self._cold_path, self._cold_path.namespaces).places():
+        chunks = Chunks(self._cold_path, self._cold_path.namespaces)
+        for place in chunks.places():
             self._places.append(place)
             total += _size(place.file.path)
+        self._refused = chunks.refused
         return total
 
     def check_files(self, advance: Advance) -> Iterator[Finding]:
         """Every chunk file, rows included; then everything else that lies about."""
         for why in self._cold_path.passed_over:
             yield Finding("namespace", self._cold_path.path, why, None)
+        for namespace, path, why in self._refused:
+            yield Finding("unreadable", path, why, namespace)
         looked = in_threads(look, self._places, threads=_READERS, in_a_row=4)
         for place, (head, size, wrong) in zip(self._places, looked, strict=True):
             advance(size)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    where = open_path(args)
+    where = open_path(args, tell=False)  # they are findings
     verifier = Verifier(where.cold_path)
     with Screen(args) as screen:
         total = verifier.find()

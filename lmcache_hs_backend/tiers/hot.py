@@ -173,4 +173,5 @@ class HotTier:
     def _pair(
         self, rows: torch.Tensor, row: int, tokens: int, offset: int, spec: LayerSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows[row : row + tokens], self.arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype)
+        part = rows if tokens == rows.shape[0] else rows[row : row + tokens]
+        return part, self.arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype)
