@@ -233,7 +233,9 @@ class BufferPool:
 
     def _back(self, loan: _Loan) -> None:
         # Runs wherever the last view happens to go away, inside any lock, this pool's included: it may take none.
-        self._returned.append(self._on_loan.pop(id(loan))[1])
+        region = self._on_loan.pop(id(loan))[1]
+        if not self._closed:
+            self._returned.append(region)
 
     def _reuse(self, size: int) -> memoryview | None:
         with self._lock:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -294,7 +295,7 @@ class TieredStore:
                 "pinned": int(pair.hot.arena.pinned),
                 "slots_stuck": pair.mover.stuck(self.config.read_timeout_sec),
                 "queue_reads": pair.mover.queued_reads,
-                "queue_writes": index.dirty_chunks,
+                "queue_writes": len(index.aging),
             }
 
     # -- life ------------------------------------------------------------------------------------------
@@ -347,13 +348,17 @@ class TieredStore:
             while self._callers and time.monotonic() < deadline:
                 self._pair.room.wait(0.05)
         self.flush(max(0.0, deadline - time.monotonic()))
-        self._save_uses()
+        self._save_uses(deadline)
 
     def _end(self, deadline: float) -> None:
+        index = self._pair.index
         with self._pair.lock:
-            left = self._pair.index.dirty_chunks
-        if left:
-            self.metrics.loss("close", left)
+            left = index.dirty_chunks
+            losses = Counter(entry.refused for entry in index.clean.values() if entry.refused)
+            losses["close"] = len(index.aging)
+        for reason, chunks in losses.items():
+            if chunks:
+                self.metrics.loss(reason, chunks)
         ended = self._stop(max(deadline, time.monotonic() + _STOP_SEC))
         self._publish()
         self.metrics.publish(dict.fromkeys(GAUGES, 0))  # a store that is closed holds nothing
@@ -466,14 +471,14 @@ class TieredStore:
                 if answer is Presence.GONE and entry.standing is Standing.CONFIRMED and not seen_since:
                     self._pair.kv_gone(entry)
 
-    def _save_uses(self) -> None:
+    def _save_uses(self, deadline: float) -> None:
         """So that the next start knows the order: least recently used first, the suffix before its prefix."""
         pair = self._pair
         with pair.lock:
             if pair.cold.readable:
                 for entry in pair.index.cold.values():
                     if entry.used_ns > entry.saved_ns:
-                        pair.mover.submit(SaveUse(pair, entry))
+                        pair.mover.submit(SaveUse(pair, entry, deadline))
 
     def _stop(self, deadline: float) -> bool:
         self._background.stop(deadline)

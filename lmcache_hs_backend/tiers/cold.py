@@ -215,6 +215,7 @@ class ColdTier:
                 if size and archived:
                     self.space.count_archived(entry.name, size)
                 elif size:
+                    self._uncount_replaced(entry)
                     self.space.usage.own += size - entry.file_bytes
                     entry.file_bytes = size
         self.health.wrote()
@@ -307,18 +308,18 @@ class ColdTier:
         if entry.file_bytes:
             self._undeleted[entry.name] = entry
 
+    def _uncount_replaced(self, entry: Entry) -> None:
+        """Lock held. A file of that name that could not be deleted is gone: another one has been renamed over it."""
+        former = self._undeleted.get(entry.name)
+        if former is not None and former is not entry:
+            del self._undeleted[entry.name]
+            self.space.usage.own -= former.file_bytes
+            former.file_bytes = 0
+
     def take_undeleted(self) -> list[Entry]:
         """Lock held. Entries whose file could not be deleted, for another try."""
         entries, self._undeleted = list(self._undeleted.values()), {}
         return entries
-
-    def inherit(self, name: bytes) -> int:
-        """Lock held. The bytes of a file that could not be deleted and now belongs to a new chunk of that name."""
-        former = self._undeleted.pop(name, None)
-        if former is None:
-            return 0
-        nbytes, former.file_bytes = former.file_bytes, 0
-        return nbytes
 
     def archive(self, entry: Entry) -> None:
         """Move the file of an entry that is GONE to the archive: kept for extraction, never served."""

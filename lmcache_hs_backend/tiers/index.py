@@ -8,9 +8,9 @@ States of an entry (``standing``), and who moves it on:
 ==============  ==============================================================  =====================
 standing        meaning                                                         leaves it by
 ==============  ==============================================================  =====================
-UNREAD          a file found at start, its header not read yet: only counted    ``read_header``
+UNREAD          a file found at start, its header not read yet: only counted    ``header_known``, ``adopt``
 UNCONFIRMED     its KV has not been seen present in this process: kept, hidden  ``confirm``
-CONFIRMED       its KV has been seen: served, and deleted when the KV is gone   ``remove``
+CONFIRMED       its KV has been seen: served, and deleted when the KV is gone   only by ``remove``, as all may
 GONE            no longer in the index: leases and file operations wind down    never
 ==============  ==============================================================  =====================
 

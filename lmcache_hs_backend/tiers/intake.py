@@ -165,7 +165,7 @@ class Intake:
                 # What was asked for is taken: a further write would only clean this prompt's own prefix.
                 demand.lower(pair.hot.ready_bytes + sum(want.nbytes for want in wants[len(placed) :]))
                 return placed
-            if not pair.cold.writable:
+            if not pair.cold.writable or not self._cleaner.enabled:  # nothing will be clean soon
                 spare = spare or frozenset(ref.name for ref in refs)
                 if not pair.discard_dirty(spare):
                     return []
@@ -225,16 +225,18 @@ class Intake:
             if entry is None:
                 standing = CONFIRMED if want.present else UNCONFIRMED
                 entry = Entry(ref.name, standing, ref.prefix, ref.num_tokens, ref.kv_key, slots)
-                entry.file_bytes = pair.cold.inherit(ref.name)
                 self._describe(entry, ref, ids, created_at)
                 entry.stored_at = now
                 pair.index.add(entry)
             else:
                 if entry.standing is UNREAD:
-                    pair.adopt(entry, ref.prefix, ref.num_tokens, want.present)
+                    pair.adopt(entry, ref, want.present)
                 # Meanwhile another call may have stored the chunk, or a colliding one, or recovery have found it.
-                other = entry.prefix != ref.prefix
-                fresh = {idx: slot for idx, slot in slots.items() if not other and not entry.has(idx)}
+                if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
+                    pair.hot.free(slots)
+                    pair.metrics.loss("collision")
+                    continue
+                fresh = {idx: slot for idx, slot in slots.items() if not entry.has(idx)}
                 pair.hot.free({idx: slot for idx, slot in slots.items() if idx not in fresh})
                 if not fresh and not entry.uncounted & slots.keys():
                     continue

@@ -15,12 +15,13 @@ hot until then; a slot that is being read has a lease, and outlives its chunk un
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
 
 from lmcache_hs_backend.arena import Buffer, BufferPool
-from lmcache_hs_backend.chunk import AskPresence, LayerSpec, Presence, chunk_name
+from lmcache_hs_backend.chunk import AskPresence, ChunkRef, LayerSpec, Presence, chunk_name
 from lmcache_hs_backend.chunkfile import FileLayer
 from lmcache_hs_backend.chunkhead import BadChunk, Header
 from lmcache_hs_backend.config import TieredConfig
@@ -150,6 +151,10 @@ class TierPair:
             raise BadChunk("key", f"it holds the chunk {meta.key[:200]!r}")
         if entry.standing is not Standing.UNREAD and (meta.prefix, meta.num_tokens) != (entry.prefix, entry.num_tokens):
             raise BadChunk("collision", "another prompt with the same chunk hash was stored before it was read")
+        for spec in header.layout.layers:
+            slot = entry.hot.get(spec.layer_idx)
+            if slot is not None and slot.spec.hidden_dim != spec.hidden_dim:
+                raise BadChunk("replaced", f"layer {spec.layer_idx} was stored again with another hidden size")
         entry.filed, entry.seal = self.index.share(header.layout), header.seal
         if entry.standing is Standing.UNREAD:
             entry.prefix, entry.num_tokens = meta.prefix, meta.num_tokens
@@ -157,9 +162,9 @@ class TierPair:
             self.index.stand(entry, Standing.UNCONFIRMED)
         self.index.settle(entry)
 
-    def adopt(self, entry: Entry, prefix: bytes, num_tokens: int, present: bool) -> None:
+    def adopt(self, entry: Entry, ref: ChunkRef, present: bool) -> None:
         """Rows are stored for a chunk whose file has not been looked into: whose it is, the store knows first."""
-        entry.prefix, entry.num_tokens = prefix, num_tokens
+        entry.prefix, entry.num_tokens, entry.kv_key = ref.prefix, ref.num_tokens, ref.kv_key
         self.index.stand(entry, Standing.CONFIRMED if present else Standing.UNCONFIRMED)
 
     def _evicted(self, entry: Entry) -> None:
@@ -232,7 +237,8 @@ class TierPair:
     def gather(self, entry: Entry) -> tuple[dict[LayerSpec, memoryview], list[Buffer]]:
         """The bytes of all layers of a leased entry: from RAM, and from its file what RAM does not have.
 
-        The second value owns memory that the first refers to. A bad file is set aside, its layers are lost.
+        The second value owns memory that the first refers to. A bad file is set aside, its layers are lost. Raises
+        OSError, and NoRoom when there is no memory.
         """
         with self.lock:
             layout = entry.filed
@@ -243,7 +249,11 @@ class TierPair:
         if layout is not None:
             in_ram = {slot.spec.layer_idx for slot in slots}
             carried = [spec for spec in layout.layers if spec.layer_idx not in in_ram]
-            buffers = {spec: self.pool.get(spec.nbytes(tokens)) for spec in carried}
+            try:
+                buffers = {spec: self.pool.get(spec.nbytes(tokens)) for spec in carried}
+            except (OSError, MemoryError) as error:
+                logger.warning("no memory to carry %d layer(s) of a chunk over: %s", len(carried), error)
+                raise NoRoom(for_ever=False) from None
             if carried:
                 try:
                     self.cold.read(entry, layout, {spec.layer_idx: b.bytes() for spec, b in buffers.items()})
@@ -376,11 +386,13 @@ class Delete(FileOp):
 class SaveUse(FileOp):
     """Tell a later start when chunks were last used."""
 
-    def __init__(self, pair: TierPair, entry: Entry) -> None:
+    def __init__(self, pair: TierPair, entry: Entry, until: float = math.inf) -> None:
+        """``until``: when that is too late (monotonic), and not done any more."""
         self.name = entry.name
         self._pair = pair
         self._entry = entry
+        self._until = until
 
     def run(self) -> None:
-        if self._entry.file_bytes:
+        if self._entry.file_bytes and time.monotonic() < self._until:
             self._pair.cold.save_use(self._entry, self._entry.used_ns)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _UNDER_ONE_LOCK = 1000
 _HEADERS_PER_HOP = 64
 _TRIMMED_PER_HOP = 32
-#: What a file counts for until its size is known: it has one.
+#: Bytes that a file counts for until its size is known. Not 0: an entry has a file when it has bytes on disk.
 _UNCOUNTED = 1
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ class Recovery:
                     self._count(file)
         with self._pair.lock:
             self._pair.index.all_dated()
+            self._pair.cold.space.sized = True
         await loop.run_in_executor(self._executor, self._scan_aside)
         await loop.run_in_executor(self._executor, self._scan_dead)
         usage = self._pair.cold.space.usage
@@ -147,7 +148,12 @@ class Recovery:
     def _scan_dead(self) -> None:
         """Namespaces that no process holds: another model, an earlier revision, a second process's leftovers."""
         dead: list[tuple[FoundFile, str]] = []
-        for directory, _ in namespaces(self._cold_path):
+        try:
+            others = [directory for directory, _ in namespaces(self._cold_path)]
+        except OSError as error:  # ours is open and works
+            logger.warning("other namespaces are not counted: %s cannot be listed: %s", self._cold_path, error)
+            return
+        for directory in others:
             try:
                 if os.path.samefile(directory, self._directory):
                     continue

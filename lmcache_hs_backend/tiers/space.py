@@ -55,6 +55,7 @@ class _Victim(NamedTuple):
     path: str
     size: int
     kind: str  # a field of Usage
+    name: bytes = b""  # for kinds "own" and "archive": of the chunk, claimed until its file is gone
     entry: Entry | None = None  # for kind "own"
     directory: str = ""  # for kind "dead": the namespace whose lock must be free
 
@@ -84,6 +85,7 @@ class Space:
         self.archived: OrderedDict[bytes, int] = OrderedDict()
         self.dead: deque[tuple[FoundFile, str]] = deque()
         self.eviction_helps = True  # deleting files makes room on the disk, as far as is known
+        self.sized = False  # the sizes of what was found at start are known: before, none of our own chunks is evicted
         self._config = config
         self._directory = directory
         self._index = index
@@ -95,6 +97,10 @@ class Space:
         self._path = path
         self._give_up_file = give_up_file
         self._unlink = unlink
+        # Held from the look at the disk until the bytes are promised, or two writes would take the same room, and each
+        # find that deleting has not helped. Taken before the store's lock and ``_burying``; the disk may hang under it,
+        # as it does then for every write.
+        self._reserving = threading.Lock()
         # Held while a file of a dead namespace is deleted: its flock does not tell our own threads apart.
         self._burying = threading.Lock()
 
@@ -103,19 +109,34 @@ class Space:
         limit = self._config.max_cold_bytes
         if nbytes > limit:
             raise NoRoom(for_ever=True)
-        missing = self._missing_free_bytes(nbytes)
-        if missing and not (self.evict_for_disk(missing) and not self._missing_free_bytes(nbytes)):
-            self.eviction_helps = False
-            self._health.pause("less than min_free_disk is free")
-            raise NoRoom(for_ever=False)
-        while True:
-            with self._lock:
-                over = self.usage.total + nbytes - limit
-                if over <= 0:
-                    self.usage.reserved += nbytes
-                    return
-            if not self._evict(over):
+        with self._reserving:
+            if not self._keep_free(nbytes):
+                self._health.pause("less than min_free_disk is free")
                 raise NoRoom(for_ever=False)
+            while True:
+                with self._lock:
+                    over = self.usage.total + nbytes - limit
+                    if over <= 0:
+                        self.usage.reserved += nbytes
+                        return
+                if not self._evict(over):
+                    raise NoRoom(for_ever=False)
+
+    def _keep_free(self, nbytes: int) -> bool:
+        """Whether writing ``nbytes`` leaves min_free_disk, after deleting files if need be."""
+        missing = self._missing_free_bytes(nbytes + self.usage.reserved)
+        for _ in range(self._config.io_threads):
+            if not missing:
+                return True
+            others = self.usage.reserved  # by writes that are under way, and make directories besides
+            if not self.evict_for_disk(missing):
+                return False
+            # What others have been promised they may have written meanwhile, and it must not count twice.
+            missing = self._missing_free_bytes(nbytes)
+            if not others:
+                break
+        self.eviction_helps = not missing
+        return not missing
 
     def evict_for_disk(self, nbytes: int) -> bool:
         """Delete files of ``nbytes`` because the filesystem is full. False when that cannot help."""
@@ -165,24 +186,28 @@ class Space:
         if self.dead:
             file, directory = self.dead.popleft()
             return _Victim(file.path, file.size, "dead", directory=directory)
-        if self.archived:
-            name, size = self.archived.popitem(last=False)
-            return _Victim(self._path(name, True), size, "archive")
+        archived = next((name for name in self.archived if not self._mover.is_busy(name)), None)
+        if archived is not None:
+            self._mover.claim(archived)
+            return _Victim(self._path(archived, True), self.archived.pop(archived), "archive", archived)
+        if not self.sized:
+            return None
         idle = (e for e in self._index.cold.values() if not e.leases and not self._mover.is_busy(e.name))
         entry = self._index.oldest(idle)
         if entry is None:
             return None
         self._mover.claim(entry.name)
         self._give_up_file(entry)
-        return _Victim(self._path(entry.name, False), entry.file_bytes, "own", entry)
+        return _Victim(self._path(entry.name, False), entry.file_bytes, "own", entry.name, entry)
 
     def _evict_file(self, victim: _Victim) -> int | None:
         """Delete a victim: the bytes that are free now, None when it cannot be deleted."""
         if victim.entry is not None:
             deleted = self._unlink(victim.entry)
             with self._lock:
-                self._index.settle(victim.entry)
-                self._mover.release(victim.entry.name)
+                if not victim.entry.gone:  # else its name, and its place in the orders, may be another chunk's by now
+                    self._index.settle(victim.entry)
+                self._mover.release(victim.name)
             return victim.size if deleted else None
         freed: int | None = victim.size
         try:
@@ -197,6 +222,8 @@ class Space:
             freed = None
         with self._lock:
             setattr(self.usage, victim.kind, getattr(self.usage, victim.kind) - victim.size)
+            if victim.name:
+                self._mover.release(victim.name)
         return freed
 
     def _bury(self, victim: _Victim) -> int:
@@ -238,5 +265,4 @@ class Space:
             disk = self._files.statvfs(self._directory)
         except OSError:
             return 0  # the write itself will tell
-        promised = self.usage.reserved  # to writes that are under way
-        return max(0, self._config.min_free_bytes + promised + nbytes - disk.f_bavail * disk.f_frsize)
+        return max(0, self._config.min_free_bytes + nbytes - disk.f_bavail * disk.f_frsize)
