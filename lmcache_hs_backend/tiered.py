@@ -407,11 +407,15 @@ class TieredStore:
     def _check_size(self, setting: Callable[[str], str]) -> None:
         disk = os.statvfs(self.directory)
         total = disk.f_blocks * disk.f_frsize
-        if self.config.max_cold_bytes > total:
-            raise ConfigError(
-                f"{setting('max_cold_size')} is {self.config.max_cold_size:g}, but must be at most "
-                f"{total / GIB:.4g}, the size in GB of the filesystem of {self.config.cold_path}"
-            )
+        for name, nbytes in (
+            ("max_cold_size", self.config.max_cold_bytes),
+            ("min_free_disk", self.config.min_free_bytes),
+        ):
+            if nbytes > total:
+                raise ConfigError(
+                    f"{setting(name)} is {getattr(self.config, name):g}, but must be at most {total / GIB:.4g}, "
+                    f"the size in GB of the filesystem of {self.config.cold_path}"
+                )
 
     async def _recover(self) -> None:
         recovery = Recovery(self._pair, self.config.cold_path, self.directory, self._executor)

@@ -132,6 +132,43 @@ def test_a_published_file_that_was_lost_is_made_again(stored: Path, tmp_path: Pa
     assert contents(out) == contents(tmp_path / "unbroken")
 
 
+def test_a_finished_folder_is_not_taken_for_the_result_of_other_options(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = [str(stored), "--out", str(out), "--format", "speculators", "--resume"]
+    assert main(options) == 0
+    finished = contents(out)
+    assert main(options) == 0
+    assert "is complete; nothing to resume" in capsys.readouterr().out
+    for other, name in ((["--min-tokens", "50"], "--min-tokens"), (["--format", "modelopt"], "--format")):
+        assert main([*options, *other]) == 1
+        assert f"was begun with another {name}; --resume goes on with the same options" in capsys.readouterr().err
+    (out / "manifest.json").write_text("{}")
+    assert main(options) == 1
+    assert "is no manifest of ours" in capsys.readouterr().err
+    assert contents(out).keys() == finished.keys()
+
+
+def test_nothing_is_written_into_a_cold_path(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(stored)
+    for out in (stored, stored / "sub"):
+        assert main([str(stored), "--out", str(out), "--format", "speculators"]) == 1
+        assert "lies in the cold path" in capsys.readouterr().err
+    assert contents(stored) == before
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_an_error_and_one_without_validation_a_warning(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(stored), "--format", "speculators", "--limit", "7"]
+    assert main([*options, "--out", str(tmp_path / "a"), "--val-fraction", "0.99"]) == 1
+    assert "--val-fraction 0.99 of 7 samples leaves none to train on" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+    assert main([*options, "--out", str(tmp_path / "b"), "--val-fraction", "0.01"]) == 0
+    assert "--val-fraction 0.01 of 7 samples is none to validate with" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_with_130_and_can_be_resumed(stored: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = subprocess.Popen(

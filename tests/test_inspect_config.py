@@ -156,7 +156,8 @@ class TestWrongKeys:
     @pytest.mark.parametrize(
         ("key", "value"),
         [
-            ("max_cold_size", 0), ("max_cold_size", "much"), ("max_cold_size", 10**9), ("io_threads", 2.5),
+            ("max_cold_size", 0), ("max_cold_size", "much"), ("max_cold_size", 10**9),
+            ("min_free_disk", 10**9), ("io_threads", 2.5),
             ("on_kv_gone", "keep"), ("cold_dir_mode", "0070"), ("cold_path", ""), ("cold_path", "/dev/null"),
             ("cold_path", "/dev/null/below"), ("no_such_setting", 1),
         ],
@@ -164,6 +165,32 @@ class TestWrongKeys:
     def test_our_settings(self, case: Case, key: str, value: Any) -> None:
         case.extra[PREFIX + key] = value
         assert case.wrong_keys() == [f"extra_config['{PREFIX}{key}']"]
+
+    @pytest.mark.parametrize(
+        ("key", "why"),
+        [
+            ("max_cold_size", "nobody reads it"),
+            ("storage_plugin.hs_tier.max_cold_size", "storage_plugins does not list 'hs_tier'"),
+        ],
+    )
+    def test_a_setting_that_nobody_reads_is_told_of(self, case: Case, key: str, why: str) -> None:
+        case.extra[key] = 200
+        (warning,) = [
+            each
+            for each in inspect_json("check-config", case.save())["warnings"]
+            if each["key"] == f"extra_config['{key}']"
+        ]
+        assert why in warning["text"]
+        assert f"{PREFIX}max_cold_size" in warning["text"]
+
+    def test_more_memory_than_there_is_is_told_of(self, case: Case) -> None:
+        case.values["max_hidden_state_cpu_size"] = 10**6
+        warnings = {each["key"]: each["text"] for each in inspect_json("check-config", case.save())["warnings"]}
+        assert "GB of memory" in warnings["max_hidden_state_cpu_size"]
+
+    def test_a_filesystem_without_room_for_files_is_the_paths_fault(self, case: Case) -> None:
+        case.extra[PREFIX + "cold_path"] = "/proc/x"
+        assert case.wrong_keys() == [f"extra_config['{PREFIX}cold_path']"]
 
     def test_several_at_once_are_all_named(self, case: Case) -> None:
         case.extra |= {f"{PREFIX}max_cold_size": -1, f"{PREFIX}io_treads": 3}

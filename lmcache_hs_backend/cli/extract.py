@@ -106,14 +106,19 @@ def _extract(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens, shard=args.shard, limit=args.limit,
     )  # fmt: skip
     say: Callable[[str], None] = (lambda text: None) if args.quiet else print
-    if args.resume and os.path.exists(os.path.join(args.out, MANIFEST)):
-        say(f"{args.out} is complete; nothing to resume")
-        return 0
+    out = os.path.realpath(args.out)
+    for cold_path in map(os.path.realpath, args.cold_path):
+        if os.path.commonpath((out, cold_path)) == cold_path:
+            raise CommandError(f"--out {args.out} lies in the cold path {cold_path}, in which nothing is to be changed")
     try:
+        if args.resume and _is_complete(args):
+            say(f"{args.out} is complete; nothing to resume")
+            return 0
         with _counting(args.quiet) as looked_at:
             plan = make_plan(choice, looked_at)
         if not plan.layers.aux and not kind.aux_optional:
             raise DatasetError(f"--format {args.format} needs auxiliary layers; name them with --layers")
+        _check_split(len(plan.samples), args.val_fraction)
         norm = plan_norm(plan, kind.wants_normed, args.final_norm)
         _describe(plan, args, say)
         if args.dry_run:
@@ -138,10 +143,7 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
         head = _head(plan, norm, args)
         if journal.has_plan():
             planned, samples = journal.read_plan(plan.index)
-            changed = [k for k, v in head["options"].items() if planned["options"].get(k) != v]
-            if changed:
-                names = ", ".join("--" + name.replace("_", "-") for name in changed)
-                raise DatasetError(f"{args.out} was begun with another {names}; --resume goes on with the same options")
+            _check_options(planned["options"], args)
             head = planned
         else:
             samples = plan.samples
@@ -182,12 +184,45 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
     return 0
 
 
+def _is_complete(args: argparse.Namespace) -> bool:
+    """Whether the output folder was finished, with the same options. Raises DatasetError when with others."""
+    path = os.path.join(args.out, MANIFEST)
+    try:
+        with open(path, encoding="utf-8") as file:
+            options = json.load(file)["options"]
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{path} is no manifest of ours: {error!r}") from None
+    _check_options(options, args)
+    return True
+
+
+def _check_options(former: dict[str, Any], args: argparse.Namespace) -> None:
+    changed = [name for name, value in _options(args).items() if former.get(name) != value]
+    if changed:
+        names = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise DatasetError(f"{args.out} was begun with another {names}; --resume goes on with the same options")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what is written, as JSON has them."""
+    beside = ("out", "workers", "resume", "dry_run", "quiet")
+    options = {name: value for name, value in vars(args).items() if name not in beside}
+    return json.loads(json.dumps(options))  # type: ignore[no-any-return]
+
+
+def _check_split(samples: int, fraction: float) -> None:
+    """Raises DatasetError when no sample would be left to train on."""
+    for_validation = round(samples * fraction)
+    if for_validation == samples:
+        raise DatasetError(f"--val-fraction {fraction:g} of {samples} samples leaves none to train on")
+    if fraction and not for_validation:
+        print(f"warning: --val-fraction {fraction:g} of {samples} samples is none to validate with", file=sys.stderr)
+
+
 def _head(plan: Plan, norm: NormPlan, args: argparse.Namespace) -> dict[str, Any]:
     """The part of the manifest that is known before the first sample; it is filed with the plan."""
-    options = {
-        key: value for key, value in vars(args).items()
-        if key not in ("out", "workers", "resume", "dry_run", "quiet")
-    }  # fmt: skip
     layers, capture = plan.layers, plan.layers.capture
     head = {
         "trainer_format": args.format,
@@ -208,7 +243,7 @@ def _head(plan: Plan, norm: NormPlan, args: argparse.Namespace) -> dict[str, Any
         "left_out": dict(plan.report.left_out),
         "unusable_chunks": plan.unusable,
         "unreadable_files": dict(plan.index.problems),
-        "options": options,
+        "options": _options(args),
     }  # fmt: skip
     if plan.report.coverage:
         head["coverage"] = dict(zip(("covered", "partly", "missing"), plan.report.covered(), strict=True))

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -267,13 +267,17 @@ def _disk(config: TieredConfig, name: str) -> Iterator[Problem]:
         return
     disk = os.statvfs(existing)
     total = disk.f_blocks * disk.f_frsize
-    if config.max_cold_bytes > total:
-        key = f"extra_config['storage_plugin.{name}.max_cold_size']"
-        yield Problem(
-            key,
-            f"{key} is {config.max_cold_size:g}, but must be at most {total / GIB:.2f}, the size in GB of the "
-            f"filesystem of {config.cold_path}",
-        )
+    if not total:
+        yield Problem(label, f"{label} is {config.cold_path!r}, but the filesystem of {existing} has no room for files")
+        return
+    for setting, nbytes in (("max_cold_size", config.max_cold_bytes), ("min_free_disk", config.min_free_bytes)):
+        if nbytes > total:
+            key = f"extra_config['storage_plugin.{name}.{setting}']"
+            yield Problem(
+                key,
+                f"{key} is {getattr(config, setting):g}, but must be at most {total / GIB:.2f}, the size in GB of the "
+                f"filesystem of {config.cold_path}",
+            )
 
 
 def _advice(loaded: Loaded, env: Mapping[str, str], extra: Mapping[str, Any]) -> Iterator[Problem]:
@@ -281,6 +285,14 @@ def _advice(loaded: Loaded, env: Mapping[str, str], extra: Mapping[str, Any]) ->
     names = [name for name in _ours(extra) if name in (loaded["storage_plugins"] or ())]
     if len(names) > 1:
         yield Problem("storage_plugins", f"{names} are all this plugin; the settings of {names[0]!r} are used")
+    yield from _nobodys(extra, _our_name(loaded, extra), loaded["storage_plugins"] or ())
+    wanted, memory = loaded["max_hidden_state_cpu_size"], os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if isinstance(wanted, int | float) and wanted * GIB > memory:
+        yield Problem(
+            "max_hidden_state_cpu_size",
+            f"max_hidden_state_cpu_size is {wanted:g}, but this machine has {memory / GIB:.1f} GB of memory: LMCache, "
+            "which reserves the same for a store of its own before the plugin is there, may not start",
+        )
     seed = env.get("PYTHONHASHSEED", "random")
     if loaded["pre_caching_hash_algorithm"] == "builtin" and seed in ("", "random"):
         yield Problem(
@@ -297,6 +309,22 @@ def _advice(loaded: Loaded, env: Mapping[str, str], extra: Mapping[str, Any]) ->
         )
     if loaded["remote_config_url"]:
         yield Problem("remote_config_url", "settings fetched from remote_config_url at start are not seen here")
+
+
+def _nobodys(extra: Mapping[str, Any], ours: str, plugins: Sequence[str]) -> Iterator[Problem]:
+    """Keys that are named like settings of ours, but that nobody reads."""
+    settings = {field.name for field in dataclasses.fields(TieredConfig)}
+    for key in extra:
+        if key in settings:
+            yield Problem(f"extra_config['{key}']", f"nobody reads it; the setting is 'storage_plugin.{ours}.{key}'")
+        prefix, _, name = key.rpartition(".")
+        plugin = prefix.removeprefix("storage_plugin.")
+        if name in settings and prefix.startswith("storage_plugin.") and plugin != ours and plugin not in plugins:
+            yield Problem(
+                f"extra_config['{key}']",
+                f"nobody reads it, because storage_plugins does not list {plugin!r}; the setting is "
+                f"'storage_plugin.{ours}.{name}'",
+            )
 
 
 #: Settings that give LMCache a place for KV other than CPU memory.

@@ -102,7 +102,7 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
         why = {**forest.unusable, **report.left_out}
         raise DatasetError(
             "no sequence is left to extract: "
-            + ("; ".join(f"{count} × {text}" for text, count in why.items()) or "none")
+            + ("; ".join(f"{count} × {text}" for text, count in why.items()) or f"{choice.sequences} gives none")
         )
     return Plan(choice, index, layers, samples, report, masks, prepared, dict(forest.unusable), warnings)
 
