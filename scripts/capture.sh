@@ -11,6 +11,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv-vllm/bin/python}
 if ! "$python" -c 'import vllm' 2>/dev/null; then
+  case " $* " in *" --help "* | *" -h "*) sed -n '2,9p' "$0" | cut -c3- && exit 0 ;; esac
   echo "scripts/capture.sh: $python has no vLLM; set PYTHON to one that has vLLM 0.32, or run scripts/test_vllm.sh" >&2
   exit 2
 fi

@@ -34,7 +34,7 @@ stamp="$torch $lmcache $(cksum pyproject.toml)"
 if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
   echo "== setting up $venv: torch $torch, lmcache $lmcache"
   [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$venv"
-  # torch first and pinned: left to a dependency, pip would bring the CUDA build, gigabytes of it.
+  # torch first and pinned, as tested. Where pip would take its CUDA build, README says what to install before.
   "$python" -m pip install -q "torch==$torch"
   "$python" -m pip install -q "lmcache==$lmcache"
   "$python" -m pip install -q -e '.[dev,bench]'

@@ -211,3 +211,11 @@ def test_the_failure_modes_name_tests_that_exist() -> None:
         assert f"def {name}" in tests, name
     for name in re.findall(r"`(test_\w+\.py)", (ROOT / "docs/failure-modes.md").read_text()):
         assert name in files, name
+
+
+def test_the_operators_table_has_every_figure_in_its_own_words() -> None:
+    text = (ROOT / "docs/operating.md").read_text()
+    table = text.partition("<!-- figures -->\n")[2].partition("\n<!-- /figures -->")[0].splitlines()
+    kinds = {"counter": metrics.COUNTERS, "gauge": metrics.GAUGES, "histogram": metrics.HISTOGRAMS}
+    expected = [f"| `{name}` | {kind}: {doc} |" for kind, group in kinds.items() for name, doc in group.items()]
+    assert table[2:] == expected

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         backend = importlib.import_module("lmcache_hs_backend.integrations.speculators")
         speculators = importlib.import_module("speculators.cli")
     except ModuleNotFoundError as error:
-        print(f"{PROGRAM}: error: {error}; pip install speculators datasets", file=sys.stderr)
+        print(f"{PROGRAM}: error: {error}; pip install speculators==0.9.0 datasets", file=sys.stderr)
         return 1
     if not any(argument.split("=")[0] == "--hidden-states-backend" for argument in arguments):
         arguments += ["--hidden-states-backend", backend.NAME]

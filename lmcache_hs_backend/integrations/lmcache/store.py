@@ -224,7 +224,10 @@ class TieredHiddenStateStore:
         return self.tiers.flush(timeout)
 
     def clear(self) -> int:
-        """Delete all chunks from both tiers. How many there were. Needed after changing weights in place."""
+        """Delete all chunks from both tiers. How many there were. Needed after changing weights in place.
+
+        Archive and quarantine stay, and so do other namespaces.
+        """
         return self.tiers.clear()
 
     def stats(self) -> dict[str, float | str | bool]:
