@@ -300,7 +300,7 @@ def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--namespace", metavar="PREFIX", help="of namespaces whose directory begins with PREFIX")
     group.add_argument("--layer", metavar="IDX", type=int, action="append", help="that have this layer (repeatable)")
     group.add_argument("--state", choices=STATES, help="in this state")
-    group.add_argument("--since", metavar="TIME", help="used since: 90s, 30min, 12h, 7d ago, or 2026-01-31[T12:00] (UTC)")
+    group.add_argument("--since", metavar="TIME", help="used since: 90s, 12h, 7d ago, or 2026-01-31[T12:00] in UTC")
     group.add_argument("--before", metavar="TIME", help="not used since; as for --since")
     group.add_argument("--min-tokens", metavar="N", type=int, help="of at least N tokens")
     group.add_argument(
