@@ -59,7 +59,8 @@ class _Heads(threading.local):
         """``nbytes`` bytes until the thread asks again."""
         memory = self._memory
         if memory is None or len(memory) < nbytes:
-            memory = mmap.mmap(-1, align(nbytes))
+            # Private: a forked process, such as a DataLoader's worker, must not read into its parent's memory.
+            memory = mmap.mmap(-1, align(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if nbytes <= self._KEPT:
                 self._memory = memory
         return memoryview(memory)[:nbytes]

@@ -309,13 +309,13 @@ def test_a_disk_that_hangs_at_the_start_holds_up_no_store(tmp_path: Path, monkey
     go = threading.Event()
     scan_flat = recovery.scan_flat
     monkeypatch.setattr(recovery, "scan_flat", lambda folder: (go.wait(), scan_flat(folder))[1])
-    store = TieredStore(settings(tmp_path, store_wait_ms=60_000), 8 * LAYER_BYTES, IDENT)
+    store = TieredStore(settings(tmp_path, store_wait_ms=60_000, read_timeout_sec=0.5), 8 * LAYER_BYTES, IDENT)
     try:
         for _ in range(4):
             p, x = prompt(6), rows(6 * CHUNK)
             begun = time.monotonic()
             assert store.store(p.refs, p.bytes, {0: x}) == 6
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 10, "what hangs for read_timeout_sec is waited for no more"
             assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
         assert store.stats()["drops_offline"] == 16, "the oldest have left"
     finally:

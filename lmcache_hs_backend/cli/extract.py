@@ -6,13 +6,14 @@ Reads beside a running engine, and writes nothing but the output folder. Needs n
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich import progress as bars
@@ -24,6 +25,7 @@ from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.dataset.export import MANIFEST, Encoder, Extraction, Progress, one_thread_per_row, trial
 from lmcache_hs_backend.dataset.formats import FORMATS
 from lmcache_hs_backend.dataset.formats.base import Format, Job
+from lmcache_hs_backend.dataset.journal import STATE, read_head
 from lmcache_hs_backend.dataset.masks import KINDS
 from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, plan_norm
 
@@ -43,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", metavar="NAME[@REVISION][/KV_DTYPE]", help="which rows, where there are several models"
     )
+    parser.add_argument("--chunk-size", type=_count, metavar="N", help="which chunks, where there are several sizes")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
     what = parser.add_argument_group("samples")
     what.add_argument(
@@ -97,23 +100,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _extract(args: argparse.Namespace) -> int:
     one_thread_per_row()
+    args.out = os.path.expanduser(args.out)
     kind = FORMATS[args.format]
     if args.dtype not in kind.dtypes:
         raise CommandError(f"--dtype {args.dtype}: --format {args.format} is read in {' or '.join(kind.dtypes)} only")
     choice = Choice(
         cold_paths=tuple(args.cold_path), model=args.model, layers=args.layers, last_layer=args.last_layer,
         sequences=args.sequences, loss_mask=args.loss_mask, tokenizer=args.tokenizer, min_tokens=args.min_tokens,
-        max_tokens=args.max_tokens, shard=args.shard, limit=args.limit,
+        max_tokens=args.max_tokens, shard=args.shard, limit=args.limit, chunk_size=args.chunk_size,
     )  # fmt: skip
     say: Callable[[str], None] = (lambda text: None) if args.quiet else print
     out = os.path.realpath(args.out)
-    for cold_path in map(os.path.realpath, args.cold_path):
+    for cold_path in (os.path.realpath(os.path.expanduser(path)) for path in args.cold_path):
         if os.path.commonpath((out, cold_path)) == cold_path:
             raise CommandError(f"--out {args.out} lies in the cold path {cold_path}, in which nothing is to be changed")
     try:
         if args.resume and _is_complete(args):
             say(f"{args.out} is complete; nothing to resume")
             return 0
+        if args.resume and (planned := read_head(args.out)):
+            choice = _as_planned(choice, planned, args)
         with _counting(args.quiet) as looked_at:
             plan = make_plan(choice, looked_at)
         if not plan.layers.aux and not kind.aux_optional:
@@ -153,6 +159,8 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
                 shutil.rmtree(journal.directory)
                 raise DatasetError(f"{args.out} needs {bytes_text(needed)}, but its disk has {bytes_text(free)} left")
             with extraction.writing():
+                if plan.report.coverage:
+                    _write_coverage(plan, journal.directory, journal.temporary)
                 journal.write_plan(head, samples, plan.index)
         norm.reader.reads_once(read_once(plan.index, samples))
         encoder = Encoder(norm.reader, plan.masks, writer, plan.prepared)
@@ -161,9 +169,8 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
         total = sum(writer.nbytes(sample.tokens) for sample in samples)
         with _bar(total, len(samples), args.quiet) as show:
             done = extraction.run(samples, val_from, encoder, writer, args.workers, show)
-        if plan.report.coverage:
-            with extraction.writing():
-                _write_coverage(plan, extraction.out, journal.temporary)
+        with extraction.writing(), suppress(FileNotFoundError):  # the plan's, whatever the cold path has by now
+            os.replace(os.path.join(journal.directory, COVERAGE), os.path.join(extraction.out, COVERAGE))
         head = extraction.finish(writer, head)
     seconds = max(1e-3, time.monotonic() - started)
     say(
@@ -184,6 +191,14 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
     return 0
 
 
+def _as_planned(choice: Choice, planned: dict[str, Any], args: argparse.Namespace) -> Choice:
+    """The same choice, of what the cold path had when the plan was made: an engine may have added to it since."""
+    _check_options(planned["options"], args)
+    last = planned["layers"]["last"]
+    aux = tuple(slot for slot in planned["layers"]["slots"] if slot != last)
+    return dataclasses.replace(choice, model=planned["model"], layers=aux, last_layer=last)
+
+
 def _is_complete(args: argparse.Namespace) -> bool:
     """Whether the output folder was finished, with the same options. Raises DatasetError when with others."""
     path = os.path.join(args.out, MANIFEST)
@@ -195,6 +210,7 @@ def _is_complete(args: argparse.Namespace) -> bool:
     except (ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{path} is no manifest of ours: {error!r}") from None
     _check_options(options, args)
+    shutil.rmtree(os.path.join(args.out, STATE), ignore_errors=True)  # it was killed between the two
     return True
 
 
@@ -284,7 +300,7 @@ def _dry_run(
 
 
 def _write_coverage(plan: Plan, out: str, temporary: str) -> None:
-    """Which rows of the prepared dataset the chunks cover."""
+    """Which rows of the prepared dataset the chunks cover, beside the plan that is made of it."""
     path = os.path.join(temporary, COVERAGE)
     with open(path, "w", encoding="utf-8") as file:
         for row, tokens, covered in plan.report.coverage:

@@ -44,7 +44,7 @@ class Report:
 
     def covered(self) -> tuple[int, int, int]:
         """Rows of a prepared dataset that are covered, partly covered and missing."""
-        full = sum(covered == tokens for _, tokens, covered in self.coverage)
+        full = sum(covered == tokens for _, tokens, covered in self.coverage)  # an empty row is
         missing = sum(covered == 0 < tokens for _, tokens, covered in self.coverage)
         return full, len(self.coverage) - full - missing, missing
 
@@ -160,8 +160,13 @@ def matched(forest: Forest, rows: Iterable[Sequence[int]], report: Report) -> li
     chunks = forest.index.chunks
     walked: list[tuple[int, int, int, bytes]] = []  # last chunk, covered tokens, tokens, digest of the whole row
     wanted: dict[int, dict[int, set[bytes]]] = {}
-    for row in rows:
-        ids = token_bytes(row)
+    for number, row in enumerate(rows):
+        try:
+            ids = token_bytes(row)
+        except (ValueError, TypeError) as error:
+            raise DatasetError(
+                f"row {number} of the dataset: input_ids must be a flat list of integers: {error}"
+            ) from None
         walk = forest.walk(ids)
         tokens = len(ids) // TOKEN_BYTES
         digest = b""
@@ -211,14 +216,14 @@ def bounded(
 ) -> list[Sample]:
     """Sequences cut to ``max_tokens``, and without those below ``min_tokens`` or that a cut made equal."""
     result = []
-    cut: set[tuple[int, int, int]] = set()
+    cut: set[tuple[tuple[int, bytes], int, int]] = set()
     for sequence in found:
-        if max_tokens is not None and sequence.tokens > max_tokens:
+        if max_tokens is not None and sequence.tokens >= max_tokens:
             last = sequence.last
             while index.chunks[last].start >= max_tokens:
                 last = index.chunks[last].parent
             sequence = sequence._replace(last=last, tokens=max_tokens)
-            identity = (last, sequence.row, sequence.prompt_tokens)
+            identity = (_content(index, last, max_tokens), sequence.row, sequence.prompt_tokens)
             if identity in cut:
                 report.left_out["the same as another one, cut to max_tokens"] += 1
                 continue
@@ -228,6 +233,15 @@ def bounded(
             continue
         result.append(sequence)
     return result
+
+
+def _content(index: ChunkIndex, last: int, tokens: int) -> tuple[int, bytes]:
+    """What two sequences have in common whose first ``tokens`` tokens, which end in chunk ``last``, are equal."""
+    chunk = index.chunks[last]
+    if chunk.end == tokens:
+        return FIRST, chunk.prefix
+    ids = index.ids(last)  # other chunks may begin like this one, and differ behind the cut
+    return (chunk.parent, ids[: (tokens - chunk.start) * TOKEN_BYTES]) if ids is not None else (last, b"")
 
 
 def share(found: Sequence[Sample], number: int, of: int) -> list[Sample]:

@@ -24,7 +24,7 @@ from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.formats.base import TRAIN, VAL, Encoded, Entry, Format
 from lmcache_hs_backend.dataset.journal import STATE, Journal, Rejected
-from lmcache_hs_backend.dataset.masks import LossMask, spans
+from lmcache_hs_backend.dataset.masks import LossMask, check_given, spans
 from lmcache_hs_backend.dataset.prepared import Prepared
 from lmcache_hs_backend.dataset.rows import RowReader
 
@@ -61,8 +61,7 @@ class Encoder:
         rows = self._reader.read(sample, stacked=self._writer.stacked)
         if self._prepared is not None and sample.row >= 0:
             ids, given = self._prepared.row(sample.row)
-            if given is not None and len(given) != len(ids):
-                raise RowRejected("mask", f"{len(ids)} token ids, but a loss mask of {len(given)}")
+            check_given(given, ids)
             if rows.ids.tolist() != list(ids)[: sample.tokens]:
                 raise RowRejected("ids", f"the token ids are not those of row {sample.row} of {self._prepared.path}")
         mask = self._masks.make(sample, rows.ids, given)
@@ -120,6 +119,7 @@ class Extraction:
                     self._publish(*pending.popleft(), samples, val_from, writer, progress, numbers, show)
             while pending:
                 self._publish(*pending.popleft(), samples, val_from, writer, progress, numbers, show)
+            self._drop_unjournaled(writer, numbers)
         except OSError as error:
             raise DatasetError(
                 f"{self.out} cannot be written: {_trouble(error)}; {progress.published} of {len(samples)} samples are "
@@ -129,6 +129,14 @@ class Extraction:
             pool.shutdown(cancel_futures=True)
             writer.close()
         return progress
+
+    def _drop_unjournaled(self, writer: Format, numbers: Counter[str]) -> None:
+        """The one sample that a killed run may have put in its place without saying so, and that then was rejected."""
+        for split in (TRAIN, VAL):
+            path = writer.place_of(split, numbers[writer.folder(split)])
+            if path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self.out, path))
 
     def _take_up(self, samples: Sequence[Sample], writer: Format) -> tuple[Progress, Counter[str]]:
         """Where an earlier run ended: the results that are whole, and how many samples each folder has."""

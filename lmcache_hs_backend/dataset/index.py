@@ -36,6 +36,11 @@ class ChunkFile(NamedTuple):
     def path(self) -> str:
         return chunk_path(self.root, self.name)
 
+    @property
+    def archived_path(self) -> str:
+        """Where a running engine moves it to that archives it."""
+        return chunk_path(os.path.join(self.root, ARCHIVE), self.name)
+
 
 class Chunk(NamedTuple):
     """One chunk, however many files hold it. ``parent`` is the position of the chunk before, in the index."""
@@ -71,13 +76,19 @@ class ChunkIndex:
     """The chunks of cold paths that belong to one model, parents before children."""
 
     def __init__(
-        self, cold_paths: Sequence[str], model: str | None = None, looked_at: Callable[[int], None] = lambda count: None
+        self,
+        cold_paths: Sequence[str],
+        model: str | None = None,
+        looked_at: Callable[[int], None] = lambda count: None,
+        *,
+        chunk_size: int | None = None,
     ) -> None:
         """Read every header. ``model`` chooses where there are several: ``NAME``, ``NAME@REVISION`` or
-        ``NAME@REVISION/KV_DTYPE``. ``looked_at`` is told of every chunk.
+        ``NAME@REVISION/KV_DTYPE``; ``chunk_size`` where there are chunks of several sizes, which would give every
+        sequence once for each. ``looked_at`` is told of every chunk.
 
-        Raises DatasetError when a path is no cold path, when the rows of several models would be mixed, or
-        when there is no chunk.
+        Raises DatasetError when a path is no cold path, when the rows of several models, or chunks of several
+        sizes, would be mixed, or when there is no chunk.
         """
         self.files = FileLayer()
         self.problems: Counter[str] = Counter()  # files that could not be read as chunks, by reason
@@ -112,10 +123,20 @@ class ChunkIndex:
                         f"in one dataset; choose one with --model"
                     )
                 self.model = label
+                its_size = info.namespace.get("chunk_size")
+                if chunk_size is not None and its_size != chunk_size:
+                    continue
+                size = self.namespaces[0].get("chunk_size") if self.namespaces else its_size
+                if its_size != size:
+                    raise DatasetError(
+                        f"the cold paths hold chunks of {size} and of {its_size} tokens, which do not continue each "
+                        f"other; choose with --chunk-size"
+                    )
                 self._add(info, found)
                 looked_at(1)
         if not found:
             which = "" if model is None else f" of {model!r}; there are: {', '.join(sorted(known)) or 'none'}"
+            which += "" if chunk_size is None else f" (of {chunk_size} tokens, as --chunk-size says)"
             raise DatasetError(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
         self.chunks = self._link(found)
 
@@ -146,10 +167,14 @@ class ChunkIndex:
 
     def header(self, file: ChunkFile) -> Header | None:
         """The header of a file as it is now, or None."""
-        try:
-            return read_header(self.files, file.path)
-        except (BadChunk, OSError):  # replaced or deleted since it was indexed: the caller goes without
-            return None
+        for path in (file.path, file.archived_path):
+            try:
+                return read_header(self.files, path)
+            except FileNotFoundError:
+                continue
+            except (BadChunk, OSError):  # replaced since it was indexed: the caller goes without
+                return None
+        return None
 
     # -- building --------------------------------------------------------------------------------------
 

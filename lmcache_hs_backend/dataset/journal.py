@@ -20,6 +20,17 @@ from lmcache_hs_backend.dataset.formats.base import Entry
 from lmcache_hs_backend.dataset.index import ChunkIndex
 
 STATE = ".lmcache-hs-extract"
+_PLAN = "plan.jsonl"
+
+
+def read_head(out: str) -> dict[str, Any] | None:
+    """What an earlier, unfinished run into a folder has planned, without its samples; None when there was none."""
+    try:
+        with open(os.path.join(out, STATE, _PLAN), encoding="utf-8") as file:
+            head: dict[str, Any] = json.loads(file.readline())
+    except FileNotFoundError:
+        return None
+    return head
 
 
 class Rejected(NamedTuple):
@@ -47,7 +58,7 @@ class Journal:
             raise DatasetError(f"another extraction is writing to {out}") from None
         shutil.rmtree(self.temporary, ignore_errors=True)
         os.makedirs(self.temporary)
-        self._plan = os.path.join(self.directory, "plan.jsonl")
+        self._plan = os.path.join(self.directory, _PLAN)
         self._path = os.path.join(self.directory, "journal.jsonl")
         self._fd = -1
 

@@ -17,10 +17,11 @@ from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.prepared import needs_extra
 
-#: How an assistant's turn begins and ends. The end mark is trained on, as the model must learn to stop.
+#: How an assistant's turn begins, and how it ends: the first mark every tokenizer of the kind has, the others some. The
+#: end mark is trained on, as the model must learn to stop; without one, the turn ends where the next one begins.
 TEMPLATES = {
-    "chatml": ("<|im_start|>assistant\n", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "chatml": ("<|im_start|>assistant\n", ("<|im_end|>",)),
+    "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", ("<|eot_id|>", "<|eom_id|>")),
 }
 KINDS = ("all", "generated", "dataset", *TEMPLATES)
 
@@ -37,11 +38,11 @@ class LossMask:
         if kind not in KINDS:
             raise DatasetError(f"--loss-mask is {kind!r}, but must be one of {', '.join(KINDS)}")
         self._begin: list[int] = []
-        self._end = -1
+        self._ends: frozenset[int] = frozenset()
         if kind in TEMPLATES:
             if tokenizer is None:
                 raise DatasetError(f"--loss-mask {kind} finds the answers by their tokens; name --tokenizer DIR")
-            self._begin, self._end = _marks(kind, tokenizer)
+            self._begin, self._ends = _marks(kind, tokenizer)
 
     def make(self, sample: Sample, ids: torch.Tensor, given: Sequence[int] | None = None) -> torch.Tensor:
         """The mask of a sample with token ids ``ids`` ``[S]``; ``given`` is the prepared dataset's own.
@@ -66,26 +67,35 @@ class LossMask:
             if ids[at : at + width] != self._begin:
                 at += 1
                 continue
-            begin = at + width
-            try:
-                at = ids.index(self._end, begin) + 1
-            except ValueError:  # cut within the answer
-                at = len(ids)
+            begin = at = at + width
+            while at < len(ids) and ids[at] not in self._ends and ids[at] != self._begin[0]:
+                at += 1
+            if at < len(ids) and ids[at] in self._ends:
+                at += 1
             mask[begin:at] = 1
         return mask
+
+
+def check_given(given: object, ids: Sequence[int]) -> None:
+    """Raises RowRejected when what a prepared dataset has as a loss mask is none of these token ids."""
+    if given is not None and not (isinstance(given, list | tuple) and len(given) == len(ids)):
+        what = (
+            f"a loss mask of {len(given)}" if isinstance(given, list | tuple) else f"a loss mask that is {given!r:.40}"
+        )
+        raise RowRejected("mask", f"{len(ids)} token ids, but {what}")
 
 
 def _given(given: Sequence[int] | None, count: int) -> torch.Tensor:
     if given is None or len(given) < count:
         raise RowRejected("mask", f"{count} tokens, but a loss mask of {'none' if given is None else len(given)}")
-    mask = torch.tensor(list(given)[:count], dtype=torch.int64)
-    if count and not bool(((mask == 0) | (mask == 1)).all()):
+    values = list(given)[:count]
+    if not all(value in (0, 1) for value in values):
         raise RowRejected("mask", "the loss mask has a value other than 0 and 1")
-    return mask
+    return torch.tensor([int(value) for value in values], dtype=torch.int64)
 
 
-def _marks(kind: str, tokenizer: str) -> tuple[list[int], int]:
-    """The token ids that begin an assistant's turn, and the one that ends it."""
+def _marks(kind: str, tokenizer: str) -> tuple[list[int], frozenset[int]]:
+    """The token ids that begin an assistant's turn, and those that end it."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -94,13 +104,14 @@ def _marks(kind: str, tokenizer: str) -> tuple[list[int], int]:
     if not os.path.isfile(path):
         raise DatasetError(f"--tokenizer {tokenizer}: there is no tokenizer.json")
     loaded: Any = Tokenizer.from_file(path)
-    begin, end = TEMPLATES[kind]
-    for mark in re.findall(r"<\|\w+\|>", begin + end):
+    begin, ends = TEMPLATES[kind]
+    for mark in re.findall(r"<\|\w+\|>", begin + ends[0]):
         if loaded.token_to_id(mark) is None:
             raise DatasetError(
                 f"--loss-mask {kind}: {mark} is no token of {tokenizer}, so its chat template is another one"
             )
-    return list(loaded.encode(begin, add_special_tokens=False).ids), int(loaded.token_to_id(end))
+    found = [loaded.token_to_id(end) for end in ends]
+    return list(loaded.encode(begin, add_special_tokens=False).ids), frozenset(i for i in found if i is not None)
 
 
 def spans(mask: torch.Tensor) -> list[list[int]]:

@@ -22,15 +22,20 @@ _NAMES = re.compile(
     r"(?:norm|ln_f|final_layernorm|final_layer_norm|final_norm|norm_f)\.weight"
 )
 _EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "rms_norm_epsilon")
-#: Model types whose RMSNorm multiplies by one plus its weight.
-_PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+#: Model types (without ``_text``) whose norm multiplies by one plus its weight.
+_PLUS_ONE = (
+    "gemma", "gemma2", "gemma3", "vaultgemma", "recurrent_gemma", "t5gemma", "nemotron", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe",
+)  # fmt: skip
+#: Model types whose norm is LayerNorm though it has no bias.
+_LAYER_NORM = ("cohere", "cohere2", "dbrx", "mpt")
 
 #: Normed rows, divided by the weight, have a mean square of 1 up to rounding; others have anything else.
 _TOLERANCE = 0.05
 
 
 class FinalNorm:
-    """RMSNorm, or LayerNorm where the checkpoint has a bias, over ``[..., hidden_size]``."""
+    """RMSNorm over ``[..., hidden_size]``; LayerNorm where the checkpoint has a bias, or the model is known for it."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
         self.weight = weight.float()
@@ -53,8 +58,11 @@ class FinalNorm:
         eps = next((text[key] for key in _EPS if isinstance(text.get(key), float)), None)
         if eps is None:
             raise DatasetError(f"--final-norm {path}: config.json has none of {', '.join(_EPS)}")
-        if str(text.get("model_type", config.get("model_type"))) in _PLUS_ONE:
+        kind = str(text.get("model_type", config.get("model_type"))).removesuffix("_text")
+        if kind in _PLUS_ONE:
             weight = weight + 1
+        if kind in _LAYER_NORM and bias is None:
+            bias = torch.zeros_like(weight)
         return cls(weight, bias, eps)
 
     @property

@@ -29,6 +29,7 @@ class Choice:
 
     cold_paths: tuple[str, ...]
     model: str | None = None
+    chunk_size: int | None = None
     layers: tuple[int, ...] | None = None
     last_layer: int | None = None
     sequences: str = "leaves"
@@ -85,7 +86,7 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
         raise DatasetError("--loss-mask generated needs prompt lengths, which only --sequences requests has")
     if choice.mask_kind == "dataset" and prepared is None:
         raise DatasetError("--loss-mask dataset needs --sequences dataset:PATH")
-    index = ChunkIndex(choice.cold_paths, choice.model, looked_at)
+    index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size)
     stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
     layers, warnings = choose_layers(Capture.of(index.captures), stored, choice.layers, choice.last_layer)
     forest = Forest(index, layers.slots)

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 class RowReader:
     """Reads samples of an index. Thread-safe, picklable.
 
-    ``normed`` is what becomes of the last layer: None: it stays as it is; a FinalNorm: it is applied.
+    ``apply`` is what becomes of the last layer: None: it stays as it is; a FinalNorm: it is applied.
     ``check`` is the norm to check against, and ``stored_normed`` the side on which the stored rows should be.
     """
 
@@ -194,11 +194,19 @@ class RowReader:
     def _read(
         self, file: ChunkFile, prefix: bytes, layout: FileLayout, into: Mapping[int, memoryview], once: bool
     ) -> Header:
-        """Raises BadChunk or OSError."""
+        """Raises BadChunk or OSError; FileNotFoundError when it is neither where it was nor in the archive."""
+        try:
+            return self._read_at(file.path, file.name, prefix, layout, into, once)
+        except FileNotFoundError:
+            return self._read_at(file.archived_path, file.name, prefix, layout, into, once)
+
+    def _read_at(
+        self, path: str, name: bytes, prefix: bytes, layout: FileLayout, into: Mapping[int, memoryview], once: bool
+    ) -> Header:
         if once:
             try:
-                return read(self._index.files, file.path, file.name, prefix, layout, into, direct=True, verify=True)
+                return read(self._index.files, path, name, prefix, layout, into, direct=True, verify=True)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the disk has larger blocks, or no O_DIRECT at all
                     raise
-        return read(self._index.files, file.path, file.name, prefix, layout, into, direct=False, verify=True)
+        return read(self._index.files, path, name, prefix, layout, into, direct=False, verify=True)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.masks import check_given
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
 
 
@@ -74,6 +75,7 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
         given: Sequence[int] | None = None
         if self.plan.prepared is not None:
             ids, given = self.plan.prepared.row(sample.row)
+            check_given(given, ids)
             if rows.ids.tolist() != list(ids)[: sample.tokens]:
                 raise RowRejected("ids", f"the token ids are not those of row {sample.row} of the dataset")
         return {
@@ -108,12 +110,12 @@ class NearbySampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        self._epoch += 1  # now: an epoch that is broken off is one too
         blocks = -(-len(self._order) // self._block)
         for block in torch.randperm(blocks, generator=generator).tolist():
             members = self._order[block * self._block : (block + 1) * self._block]
             for member in torch.randperm(len(members), generator=generator).tolist():
                 yield members[member]
-        self._epoch += 1
 
 
 def neighbours(plan: Plan) -> list[int]:

@@ -27,6 +27,12 @@ class Cleaner:
         self.flushing = 0  # calls that wait until everything is written
         self.wanted_bytes = 0  # what stores that found no room want free or clean; no more is written for them
         self._pair = pair
+        self._enabled_by = time.monotonic() + pair.config.read_timeout_sec
+
+    @property
+    def late(self) -> bool:
+        """Whether it takes so long to see what is on disk that nobody shall wait for a chunk to become clean."""
+        return not self.enabled and time.monotonic() > self._enabled_by
 
     def next_write(self) -> FileOp | float:
         """Lock held. A write to do now, or the seconds after which to ask again."""

@@ -165,7 +165,7 @@ class Intake:
                 # What was asked for is taken: a further write would only clean this prompt's own prefix.
                 demand.lower(pair.hot.ready_bytes + sum(want.nbytes for want in wants[len(placed) :]))
                 return placed
-            if not pair.cold.writable or not self._cleaner.enabled:  # nothing will be clean soon
+            if not pair.cold.writable or self._cleaner.late:
                 spare = spare or frozenset(ref.name for ref in refs)
                 if not pair.discard_dirty(spare):
                     return []

@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
     checksum: str
     path: str = ""
     parts: tuple[memoryview, ...] = ()
-    facts: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    facts: dict[str, Any] = {}  # noqa: RUF012 - whoever has some brings a table of its own
 
 
 class Entry(NamedTuple):
@@ -94,6 +94,10 @@ class Format(abc.ABC):
 
         Returns the path relative to the folder. Raises OSError.
         """
+
+    def place_of(self, split: str, number: int) -> str | None:
+        """Where ``publish`` puts a sample, where each has a file of its own."""
+        return None
 
     def is_whole(self, entry: Entry) -> bool:
         """Whether a published sample is still where it was put, with all its bytes."""

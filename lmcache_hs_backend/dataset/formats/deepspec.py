@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from lmcache_hs_backend.dataset.chains import Sample
-from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.formats.base import Encoded, Entry, Format, Job, bytes_of
 from lmcache_hs_backend.dataset.rows import Rows
 
@@ -53,6 +53,8 @@ class DeepSpec(Format):
         return tokens * (len(self.job.layers.slots) * self.job.hidden_size * 2 + 6) + RECORD.size
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        if bool((rows.ids != rows.ids.to(torch.int32)).any()):
+            raise RowRejected("ids", "a token id does not fit int32, in which this format has them")
         tensors = (
             rows.ids.to(torch.int32),
             torch.ones(sample.tokens, dtype=torch.uint8),
@@ -64,7 +66,7 @@ class DeepSpec(Format):
         digest = xxhash.xxh3_64()
         for part in parts:
             digest.update(part)
-        return Encoded(sum(map(len, parts)), digest.hexdigest(), parts=parts)
+        return Encoded(sum(map(len, parts)), digest.hexdigest(), parts=parts, facts={})
 
     def publish(self, encoded: Encoded, split: str, number: int) -> str:
         shard = self._shards.setdefault(split, _Shard())

@@ -68,7 +68,10 @@ class Speculators(Format):
         return Encoded(file.nbytes, file.checksum, temporary, facts=facts)
 
     def publish(self, encoded: Encoded, split: str, number: int) -> str:
-        return self.place(encoded, os.path.join(FOLDER, f"hs_{number}.safetensors"))
+        return self.place(encoded, self.place_of(split, number))
+
+    def place_of(self, split: str, number: int) -> str:
+        return os.path.join(FOLDER, f"hs_{number}.safetensors")
 
     def folder(self, split: str) -> str:
         return ""  # the trainer splits by row number, the validation rows being the last
