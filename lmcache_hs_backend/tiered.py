@@ -178,14 +178,14 @@ class TieredStore:
     def closed(self) -> bool:
         return self._closed
 
-    def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor) -> bool:
+    def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor, kv_key: object) -> bool:
         """Add a layer to a chunk that is here already. False when it is not, or has the layer."""
         pair = self._pair
         with pair.lock:
             entry = pair.index.get(name)
             if entry is None or entry.described is None or rows.shape[0] != entry.num_tokens:
                 return False
-            described, kv_key = entry.described, entry.kv_key
+            described = entry.described
         meta, ids = described.parts()
         end = meta.start + meta.num_tokens
         ref = ChunkRef(name, meta.start, end, meta.prefix, meta.key, meta.chunk_hash, meta.parent, kv_key)
@@ -193,9 +193,12 @@ class TieredStore:
         return bool(self.store([ref], bytes(meta.start * TOKEN_BYTES) + ids, {layer_idx: rows}, meta.start))
 
     def read_layer(
-        self, name: bytes, layer_idx: int, *, tiers: tuple[bool, bool] = (True, True)
+        self, name: bytes, layer_idx: int, kv_key: object, *, tiers: tuple[bool, bool] = (True, True)
     ) -> torch.Tensor | None:
-        """A copy of one layer of one chunk in its own dtype, from the tiers allowed (hot, cold)."""
+        """A copy of one layer of one chunk in its own dtype, from the tiers allowed (hot, cold).
+
+        ``kv_key``: of its KV, which the entry of a recovered chunk does not know.
+        """
         pair = self._pair
         hot, cold = self.has(name, layer_idx)
         with pair.lock:
@@ -204,7 +207,7 @@ class TieredStore:
                 return None
             if not (hot and tiers[0]) and not (cold and tiers[1]):
                 return None
-            num_tokens, prefix, kv_key = entry.num_tokens, entry.prefix, entry.kv_key
+            num_tokens, prefix = entry.num_tokens, entry.prefix
         ref = ChunkRef(name, 0, num_tokens, prefix, "", "", "", kv_key)
         return self.retrieve([ref], [layer_idx], None).get(layer_idx)
 

@@ -31,6 +31,7 @@ from prompts import (
     settings,
 )
 from prompts import tokens as token_ids
+from safetensors.torch import load_file
 from test_faults import tmpfs
 from waiting import wait_until
 
@@ -337,6 +338,225 @@ def test_a_cold_path_that_cannot_be_listed_costs_only_the_count_of_other_namespa
         assert store.covered(p.names, [0]) == 2
         assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
     assert "other namespaces are not counted" in caplog.text
+
+
+@pytest.fixture
+def by_and_by(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The start finds names when the first of these is set, and sizes when the second is."""
+    names, sizes = threading.Event(), threading.Event()
+    chunk_names, scan_folder = recovery.chunk_names, recovery.scan_folder
+    monkeypatch.setattr(recovery, "chunk_names", lambda folder: (names.wait(), chunk_names(folder))[1])
+    monkeypatch.setattr(recovery, "scan_folder", lambda folder: (sizes.wait(), scan_folder(folder))[1])
+    return names, sizes
+
+
+def found(store: TieredStore) -> Callable[[], bool]:
+    return lambda: all(entry.file_bytes for entry in store._pair.index.entries.values())
+
+
+@pytest.mark.parametrize("write_back_sec", [0, 3600])
+def test_layers_that_only_the_file_has_survive_a_store_before_it_was_looked_into(
+    tmp_path: Path, by_and_by: tuple[threading.Event, threading.Event], write_back_sec: float
+) -> None:
+    names, sizes = by_and_by
+    p, x, y = prompt(4), rows(4 * CHUNK), rows(4 * CHUNK, seed=5)
+    names.set()
+    sizes.set()
+    stored(tmp_path, p, {0: x, 1: y})
+    names.clear()
+    sizes.clear()
+    store = TieredStore(settings(tmp_path, write_back_sec=write_back_sec), 64 * LAYER_BYTES, IDENT)
+    try:
+        assert store.store(p.refs, p.bytes, {0: x}) == 4
+        names.set()
+        wait_until(found(store))
+        sizes.set()
+        assert store.flush(10) == 0
+        assert store.wait_recovered(10)
+        wait_until(lambda: store.demote(p.names) >= 0 and not store.stats()["hot_chunks"])
+        assert torch.equal(store.retrieve(p.refs, [1], None)[1], y)
+        check_balance(store)
+    finally:
+        store.close()
+
+
+def test_an_archive_that_is_written_before_the_file_was_looked_into_has_all_layers_and_its_true_size(
+    tmp_path: Path, by_and_by: tuple[threading.Event, threading.Event]
+) -> None:
+    names, sizes = by_and_by
+    p, other, x = prompt(2), prompt(3), rows(2 * CHUNK)
+    names.set()
+    sizes.set()
+    stored(tmp_path, p, {0: x, 1: x})
+    stored(tmp_path, other, {0: rows(3 * CHUNK)})
+    names.clear()
+    sizes.clear()
+    store = TieredStore(settings(tmp_path, on_kv_gone="archive"), 64 * LAYER_BYTES, IDENT)
+    try:
+        assert store.store(p.refs, p.bytes, {0: x}) == 2
+        names.set()
+        wait_until(lambda: len(store) == 5 and found(store)())
+        store.kv_gone(p.names)  # rows in RAM and a file
+        store.kv_gone(other.names)  # a file alone
+        wait_until(lambda: store.stats()["archived_chunks"] == 5)
+        sizes.set()
+        assert store.wait_recovered(10)
+        archived = {path.stem: path for path in tmp_path.glob("*/archive/??/*")}
+        for name in p.names:
+            assert {"layer.0", "layer.1"} < set(load_file(archived[name.hex()]))
+        assert store._pair.cold.space.usage.archive == sum(path.stat().st_size for path in archived.values())
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("trouble", ["a slow start", "a moment offline"])
+def test_rows_that_leave_ram_unwritten_take_no_file_along_that_was_not_looked_into(
+    tmp_path: Path, by_and_by: tuple[threading.Event, threading.Event], trouble: str
+) -> None:
+    names, sizes = by_and_by
+    p, x = prompt(3), rows(3 * CHUNK)
+    names.set()
+    sizes.set()
+    stored(tmp_path, p, {0: x, 1: x})
+    disk = FaultyDisk()
+    if trouble == "a slow start":
+        names.clear()
+        sizes.clear()
+    else:
+        disk.errors["preadv"] = errno.EIO
+    limits = {"write_back_sec": 3600, "read_timeout_sec": 0.2, "store_wait_ms": 2000}
+    store = TieredStore(settings(tmp_path, **limits), 4 * LAYER_BYTES, IDENT, files=disk)
+    try:
+        if trouble != "a slow start":
+            wait_until(lambda: store.stats()["cold_state"] == "offline")
+        assert store.store(p.refs, p.bytes, {0: x}) == 3
+        names.set()
+        wait_until(found(store))
+        q = prompt(4)
+        assert store.store(q.refs, q.bytes, {0: rows(4 * CHUNK)}) == 4
+        assert store.stats()["drops_offline"] == 3
+        sizes.set()
+        disk.errors.clear()
+        assert store.wait_recovered(10)
+        wait_until(lambda: 1 in store.retrieve(p.refs, [1], None), 20)
+        assert len([path for path in chunk_files(tmp_path) if path.stem in {name.hex() for name in p.names}]) == 3
+    finally:
+        store.close()
+
+
+def test_a_header_that_somebody_has_read_meanwhile_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, x = prompt(2), rows(2 * CHUNK)
+    stored(tmp_path, p, {0: x})
+    go, read_batch = threading.Event(), recovery.Recovery._read_batch
+    monkeypatch.setattr(recovery.Recovery, "_read_batch", lambda self, batch: (go.wait(), read_batch(self, batch))[1])
+    store = TieredStore(settings(tmp_path, write_back_sec=3600), 8 * LAYER_BYTES, IDENT)
+    try:
+        wait_until(lambda: store._cleaner.enabled)
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
+        wait_until(lambda: store.stats()["hot_chunks"] == 2)
+        assert store._pair.cold.space._evict(2 * FILE), "as lack of room does"
+        go.set()
+        assert store.wait_recovered(10)
+        assert store.stats()["drops_bad_file"] == 0
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
+    finally:
+        store.close()
+
+
+def test_a_recovered_chunk_that_is_read_by_its_key_alone_knows_it_afterwards(tmp_path: Path) -> None:
+    p, x = prompt(1), rows(CHUNK)
+    stored(tmp_path, p, {0: x})
+    asked: list[object] = []
+
+    def ask(keys: Sequence[object], memory_only: bool) -> list[Presence]:
+        asked.extend(keys)
+        return [Presence.PRESENT if key == p.refs[0].kv_key else Presence.GONE for key in keys]
+
+    with opened(tmp_path, ask=ask) as store:
+        assert torch.equal(cast("torch.Tensor", store.read_layer(p.names[0], 0, p.refs[0].kv_key)), x)
+        asked.clear()
+        wait_until(lambda: bool(asked))  # the search for orphans
+        assert set(asked) == {p.refs[0].kv_key}
+        assert store.stats()["kv_gone_deleted"] == 0
+
+
+# -- files that do not go, and many that have to ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_kv_gone", ["delete", "archive"])
+def test_two_generations_of_a_chunk_whose_file_could_not_be_deleted_leave_no_byte_counted(
+    tmp_path: Path, on_kv_gone: str
+) -> None:
+    disk = FaultyDisk()
+    with opened(tmp_path, files=disk, on_kv_gone=on_kv_gone, write_back_sec=3600) as store:
+        p, x = on_disk(store, 1)
+        disk.errors["unlink"] = errno.EPERM
+        store.drop(p.names)
+        wait_until(lambda: store.stats()["errors_unlink"] == 1)
+        store.store(p.refs, p.bytes, {0: x})
+        store.kv_gone(p.names)
+        wait_until(lambda: not store._pair.mover.is_busy(p.names[0]))
+        disk.errors.clear()
+        store._delete_again_at = 0.0
+        wait_until(lambda: not chunk_files(tmp_path) and not store._pair.mover.is_busy(p.names[0]))
+        assert store._pair.cold.space.usage.own == 0
+        check_balance(store)
+
+
+def test_one_file_that_cannot_be_deleted_does_not_keep_others_from_making_room(tmp_path: Path) -> None:
+    class OneStays(FaultyDisk):
+        stays = ""
+
+        def unlink(self, path: str) -> None:  # type: ignore[override]
+            if path == self.stays:
+                self.calls["refused"] += 1
+                raise PermissionError(errno.EPERM, "Operation not permitted", path)
+            os.unlink(path)
+
+    disk = OneStays()
+    with opened(tmp_path, files=disk, chunks=64, max_cold_size=5 * FILE / GIB, write_back_sec=0) as store:
+        p = prompt(4)
+        store.store(p.refs, p.bytes, {0: rows(4 * CHUNK)})
+        assert store.flush(10) == 0
+        with store._pair.lock:
+            victim = store._pair.index.oldest(store._pair.index.cold.values())
+        assert victim is not None
+        disk.stays = store._pair.cold.path(victim.name)
+        q = prompt(3)
+        store.store(q.refs, q.bytes, {0: rows(3 * CHUNK)})
+        wait_until(lambda: store.stats()["queue_writes"] == 0)
+        assert disk.calls["refused"] < 10
+        disk.stays = ""
+
+
+def test_a_lower_limit_on_a_slow_disk_takes_no_write_for_one_that_hangs(tmp_path: Path) -> None:
+    p = prompt(200)
+    with opened(tmp_path, chunks=200) as store:
+        store.store(p.refs, p.bytes, {0: rows(200 * CHUNK)})
+        assert store.flush(20) == 0
+
+    class SlowToDelete(FaultyDisk):
+        def unlink(self, path: str) -> None:  # type: ignore[override]
+            time.sleep(0.02)
+            os.unlink(path)
+
+    limits = {"max_cold_size": 50 * FILE / GIB, "write_back_sec": 0, "read_timeout_sec": 1.5}
+    store = TieredStore(settings(tmp_path, **limits), 64 * LAYER_BYTES, IDENT, files=SlowToDelete())
+    try:
+        q = prompt(8)
+        assert store.store(q.refs, q.bytes, {0: rows(8 * CHUNK)}) == 8
+        states = set()
+
+        def done() -> bool:
+            states.add(store.stats()["cold_state"])
+            return not store.stats()["queue_writes"] and store.stats()["cold_bytes"] <= 50 * FILE
+
+        wait_until(done, 30)
+        assert states == {"online"}
+    finally:
+        store.close()
 
 
 # -- memory, and an end -----------------------------------------------------------------------------------

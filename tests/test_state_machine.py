@@ -157,14 +157,14 @@ class TwoTiers(RuleBasedStateMachine):
     )
     def read_one_layer(self, path: list[int], layer_idx: int, tiers: tuple[bool, bool]) -> None:
         p = prompt_of(path)
-        got = self.store.read_layer(p.names[-1], layer_idx, tiers=tiers)
+        got = self.store.read_layer(p.names[-1], layer_idx, p.refs[-1].kv_key, tiers=tiers)
         if got is not None:
             assert torch.equal(got, honest_rows(p.ids, layer_idx)[-CHUNK:])
 
     @rule(path=PATHS, layer_idx=st.sampled_from(LAYERS))
     def add_one_layer(self, path: list[int], layer_idx: int) -> None:
         p = prompt_of(path)
-        self.store.add_layer(p.names[-1], layer_idx, honest_rows(p.ids, layer_idx)[-CHUNK:])
+        self.store.add_layer(p.names[-1], layer_idx, honest_rows(p.ids, layer_idx)[-CHUNK:], p.refs[-1].kv_key)
 
     @rule(
         call=st.sampled_from(["pwritev", "preadv", "rename", "unlink", "open"]),

@@ -319,7 +319,7 @@ def test_two_hidden_sizes_live_in_one_store_and_end_a_prefix_where_they_change(s
     out = store.retrieve(p.refs, [0])[0]
     assert torch.equal(out, narrow.float())
     assert store.stats()["misses_shape"] == 1
-    assert torch.equal(store.read_layer(p.names[2], 0), wide)
+    assert torch.equal(store.read_layer(p.names[2], 0, p.refs[2].kv_key), wide)
 
 
 def test_a_chunk_sixteen_times_larger_finds_room_among_small_ones(tmp_path: Path) -> None:

@@ -296,6 +296,10 @@ class ColdTier:
             self._metrics.add("errors_unlink")
             logger.debug("%s cannot be deleted: %s", self.path(entry.name), error)
             with self._lock:
+                former = self._undeleted.get(entry.name)
+                if former is not None and former is not entry:  # it is one and the same file
+                    entry.file_bytes += former.file_bytes
+                    former.file_bytes = 0
                 self._undeleted[entry.name] = entry
             return False
         with self._lock:
@@ -325,7 +329,9 @@ class ColdTier:
         """Move the file of an entry that is GONE to the archive: kept for extraction, never served."""
         size = entry.file_bytes
         try:
-            self._rename(self._reach(entry.name), self._path(entry.name, True))
+            target = self._path(entry.name, True)
+            self._rename(self._reach(entry.name), target)
+            size = os.lstat(target).st_size  # it may not have been counted yet
         except FileNotFoundError:
             size = 0
         except OSError as error:

@@ -133,10 +133,12 @@ class TierPair:
         """Throw the oldest dirty chunk out of RAM, unwritten, sparing some. False when there is none."""
         for entry in self.index.dirty.values():
             if entry.name not in spare and not entry.leases and not self.mover.is_busy(entry.name):
-                if entry.filed is None:
+                if entry.filed is None and not entry.file_bytes:
                     self.forget(entry)
                 else:
                     self._vacate(entry)
+                    if entry.unread:  # nothing is known of it again, but that it has a file
+                        self.index.stand(entry, Standing.UNREAD)
                     self.index.settle(entry)
                 self.metrics.loss("offline")
                 return True
@@ -144,7 +146,7 @@ class TierPair:
 
     def header_known(self, entry: Entry, header: Header) -> None:
         """A file found at start has been looked into. Raises BadChunk when it is another chunk's."""
-        if not entry.unread or entry.gone:
+        if not entry.unread or (entry.gone and not entry.hot):
             return
         meta = header.meta
         if chunk_name(meta.key) != entry.name:
@@ -160,7 +162,8 @@ class TierPair:
             entry.prefix, entry.num_tokens = meta.prefix, meta.num_tokens
             entry.uncounted = frozenset(spec.layer_idx for spec in header.layout.layers)
             self.index.stand(entry, Standing.UNCONFIRMED)
-        self.index.settle(entry)
+        if not entry.gone:
+            self.index.settle(entry)
 
     def adopt(self, entry: Entry, ref: ChunkRef, present: bool) -> None:
         """Rows are stored for a chunk whose file has not been looked into: whose it is, the store knows first."""
@@ -240,6 +243,10 @@ class TierPair:
         The second value owns memory that the first refers to. A bad file is set aside, its layers are lost. Raises
         OSError, and NoRoom when there is no memory.
         """
+        if entry.unread:
+            self.read_header(entry)
+            if entry.unread:
+                raise OSError("its file cannot be looked into")  # and may have layers that RAM does not have
         with self.lock:
             layout = entry.filed
             slots = list(entry.hot.values())

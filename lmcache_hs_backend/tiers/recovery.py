@@ -178,7 +178,7 @@ class Recovery:
             with pair.lock:
                 if not pair.cold.readable:
                     return
-                if pair.index.get(entry.name) is not entry or pair.mover.is_busy(entry.name):
+                if pair.index.get(entry.name) is not entry or not entry.unread or pair.mover.is_busy(entry.name):
                     continue  # somebody is dealing with it already
                 pair.mover.claim(entry.name)
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from lmcache_hs_backend.tiers.mover import Mover
 from lmcache_hs_backend.tiers.namespace import FoundFile, NamespaceLock, refuse_links
 
 logger = logging.getLogger(__name__)
+
+#: So long one write may delete files, or wait for another one that does, before it is put off.
+_EVICT_SEC = 0.25
 
 
 class NoRoom(Exception):
@@ -98,8 +102,7 @@ class Space:
         self._give_up_file = give_up_file
         self._unlink = unlink
         # Held from the look at the disk until the bytes are promised, or two writes would take the same room, and each
-        # find that deleting has not helped. Taken before the store's lock and ``_burying``; the disk may hang under it,
-        # as it does then for every write.
+        # find that deleting has not helped. Taken before the store's lock and ``_burying``; the disk may hang under it.
         self._reserving = threading.Lock()
         # Held while a file of a dead namespace is deleted: its flock does not tell our own threads apart.
         self._burying = threading.Lock()
@@ -109,7 +112,9 @@ class Space:
         limit = self._config.max_cold_bytes
         if nbytes > limit:
             raise NoRoom(for_ever=True)
-        with self._reserving:
+        if not self._reserving.acquire(timeout=_EVICT_SEC):
+            raise NoRoom(for_ever=False)
+        try:
             if not self._keep_free(nbytes):
                 self._health.pause("less than min_free_disk is free")
                 raise NoRoom(for_ever=False)
@@ -121,6 +126,8 @@ class Space:
                         return
                 if not self._evict(over):
                     raise NoRoom(for_ever=False)
+        finally:
+            self._reserving.release()
 
     def _keep_free(self, nbytes: int) -> bool:
         """Whether writing ``nbytes`` leaves min_free_disk, after deleting files if need be."""
@@ -130,7 +137,7 @@ class Space:
                 return True
             others = self.usage.reserved  # by writes that are under way, and make directories besides
             if not self.evict_for_disk(missing):
-                return False
+                return not self._missing_free_bytes(nbytes)
             # What others have been promised they may have written meanwhile, and it must not count twice.
             missing = self._missing_free_bytes(nbytes)
             if not others:
@@ -166,8 +173,15 @@ class Space:
     # -- eviction --------------------------------------------------------------------------------------
 
     def _evict(self, nbytes: int) -> bool:
-        """Delete files of at least ``nbytes`` in all. False when nothing (more) can be deleted."""
+        """Delete files of at least ``nbytes`` in all. False when nothing (more) can be deleted.
+
+        Raises NoRoom after a while: one write that makes room for hundreds of files would pass for one that hangs, and
+        the others wait for it. What is deleted stays deleted, and the next try goes on.
+        """
+        until = time.monotonic() + _EVICT_SEC
         while nbytes > 0:
+            if time.monotonic() > until:
+                raise NoRoom(for_ever=False)
             with self._lock:
                 victim = self._next_victim() if self._health.readable else None
             if victim is None:
@@ -207,6 +221,8 @@ class Space:
             with self._lock:
                 if not victim.entry.gone:  # else its name, and its place in the orders, may be another chunk's by now
                     self._index.settle(victim.entry)
+                    if not deleted:  # the next one shall not be the same again
+                        self._index.touch([victim.entry])
                 self._mover.release(victim.name)
             return victim.size if deleted else None
         freed: int | None = victim.size

@@ -154,7 +154,7 @@ class _TierBackend(_NothingForKv, StorageBackendInterface):  # type: ignore[misc
         """A MemoryObj ``[num_tokens, hidden_dim]`` that owns a copy of the rows, or None."""
         if not isinstance(key, HiddenStateKey):
             return None
-        rows = self._store.tiers.read_layer(key_name(key.kv_key), key.layer_idx, tiers=self.tiers)
+        rows = self._store.tiers.read_layer(key_name(key.kv_key), key.layer_idx, key.kv_key, tiers=self.tiers)
         return None if rows is None else _memory_obj(rows)
 
     def batched_get_blocking(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:

@@ -249,7 +249,7 @@ class TieredHiddenStateStore:
 
     def add_layer(self, key: CacheEngineKey, layer_idx: int, rows: torch.Tensor) -> bool:
         """Add a layer to a chunk that is in RAM; False when it is not, or has the layer. Raises ValueError."""
-        return self.tiers.add_layer(key_name(key), _layer_idx(layer_idx), _checked(rows, len(rows)))
+        return self.tiers.add_layer(key_name(key), _layer_idx(layer_idx), _checked(rows, len(rows)), key)
 
     def kv_removed(self, keys: Iterable[Any]) -> None:
         """LMCache has been told to remove the KV of these keys everywhere."""
