@@ -112,13 +112,20 @@ class TieredStore:
 
     # -- chunks ----------------------------------------------------------------------------------------
 
-    def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int = 0) -> int:
+    def store(
+        self,
+        refs: Sequence[ChunkRef],
+        ids: bytes,
+        rows: Mapping[int, torch.Tensor],
+        row_offset: int = 0,
+        wait_sec: float | None = None,
+    ) -> int:
         """See Intake.store. 0 after close()."""
         started = time.monotonic()
         if not self._enter():
             return 0
         try:
-            return self._intake.store(refs, ids, rows, row_offset)
+            return self._intake.store(refs, ids, rows, row_offset, wait_sec)
         finally:
             self._leave("store_seconds", started)
 
@@ -177,6 +184,11 @@ class TieredStore:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def readable(self) -> bool:
+        """Whether the disk answers."""
+        return self._pair.cold.readable
 
     def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor, kv_key: object) -> bool:
         """Add a layer to a chunk that is here already. False when it is not, or has the layer."""

@@ -64,16 +64,23 @@ class Intake:
         self._model = model
         self._capture = capture
 
-    def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int) -> int:
+    def store(
+        self,
+        refs: Sequence[ChunkRef],
+        ids: bytes,
+        rows: Mapping[int, torch.Tensor],
+        row_offset: int,
+        wait_sec: float | None = None,
+    ) -> int:
         """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
 
         ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of chunk.DTYPES, on any device; a chunk has at
         most chunkhead.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks
         that newly hold one of the layers; a chunk recovered from disk counts the first time it is stored in
-        this process, though nothing is copied.
+        this process, though nothing is copied. ``wait_sec``: how long to wait for room; None: the setting's time.
         """
         pair = self._pair
-        deadline = time.monotonic() + pair.config.store_wait_ms / 1000
+        deadline = time.monotonic() + (pair.config.store_wait_ms / 1000 if wait_sec is None else wait_sec)
         rows = dict(itertools.islice(rows.items(), MAX_LAYERS))
         refs = [ref for ref in refs if ref.start >= row_offset]
         specs = [LayerSpec(layer_idx, tensor.dtype, tensor.shape[1]) for layer_idx, tensor in rows.items()]

@@ -14,7 +14,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec
 
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.integrations.vllm import connector
-from lmcache_hs_backend.integrations.vllm.connector import HSTieredConnector, _hidden_states_group
+from lmcache_hs_backend.integrations.vllm.connector import HSTieredConnector, StepMetadata, _hidden_states_group
+from lmcache_hs_backend.integrations.vllm.messages import Finish, Step
 
 ATTENTION = FullAttentionSpec(block_size=64, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
 HIDDEN = HiddenStateCacheSpec(block_size=16, num_kv_heads=4, head_size=576, dtype=torch.bfloat16)
@@ -27,7 +28,7 @@ def caches(*specs: Any) -> Any:
 def bare() -> Any:
     """A connector whose constructor, which wants a whole configuration of vLLM, has not run."""
     made = HSTieredConnector.__new__(HSTieredConnector)
-    made._cache = made._worker = None
+    made._cache = made._worker = made._scheduler = made._connector_metadata = None
     return made
 
 
@@ -36,8 +37,13 @@ def test_it_is_a_connector_that_can_do_with_several_cache_groups() -> None:
     assert supports_hma(HSTieredConnector)
 
 
-def test_one_worker_reports_a_request_whatever_the_tensor_parallel_size() -> None:
-    assert bare().get_finished_count() == 1
+def test_every_rank_reports_a_request_because_beside_other_connectors_vllm_waits_for_all() -> None:
+    other = bare()
+    assert other.get_finished_count() is None
+    other.bind_connector_metadata(StepMetadata(Step(tokens=0, finished=[Finish("r", [], [], None, None)])))
+    assert other.get_finished({"r"}) == ({"r"}, None)
+    other.clear_connector_metadata()
+    assert other.get_finished({"r"}) == (None, None)
 
 
 def test_the_group_of_the_hidden_states_is_found_by_its_spec_with_its_own_block_size() -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from lmcache_hs_backend.chunk import chunk_name, prefix_digests
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.integrations.vllm import capture
 from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
-from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
+from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache, HostRows
 from lmcache_hs_backend.integrations.vllm.files import RequestFiles, confined, default_path
 from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
 from lmcache_hs_backend.integrations.vllm.records import RecordWriter
@@ -503,3 +504,59 @@ def test_close_brings_everything_to_disk_and_may_come_twice(tmp_path: Path) -> N
     cold = ColdPath(str(rig.directory))
     assert len(cold.rows(ids, LAYERS[0])) == 40
     assert [record["num_tokens"] for record in cold.records()] == [40]
+
+
+class _Copy:
+    """A copy off the device that arrives when it is told to, or never."""
+
+    def __init__(self, gate: threading.Event, *, fails: bool = False) -> None:
+        self._gate, self._fails = gate, fails
+
+    def synchronize(self) -> None:
+        self._gate.wait(20)
+        if self._fails:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    def query(self) -> bool:
+        return self._gate.is_set()
+
+
+def test_a_step_waits_for_room_once_however_many_chunks_it_has(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "cold", hot_size=0.0001, store_wait_ms=200)
+    gate, layers = threading.Event(), rig.worker._cache.layers
+    rig.worker._cache.layers = lambda *args: layers(*args)._replace(arrived=_Copy(gate))  # type: ignore[method-assign]
+    takes, _ = rig.takes(list(range(256)), [n % 30 + 1 for n in range(32)])
+    more, _ = rig.takes(list(range(5000, 5256)), [n % 30 + 1 for n in range(32)])
+    rig.worker.wrote_hidden_states()
+    begun = time.monotonic()
+    rig.worker.after_step(Step(tokens=512, takes=[*takes, *more]))
+    assert time.monotonic() - begun < 1.0
+    assert rig.capture.figures["lost"] > 10
+    gate.set()
+    rig.worker.close()
+
+
+def test_a_copy_that_fails_is_a_chunk_that_is_lost(rig: Rig) -> None:
+    (take, *_), _ = rig.takes(list(range(16)), [1, 2])
+    gate = threading.Event()
+    gate.set()
+    rows = HostRows([torch.zeros(16, HIDDEN, dtype=torch.bfloat16)] * 2, _Copy(gate, fails=True))  # type: ignore[arg-type]
+    rig.capture.put(take, rows, time.monotonic() + 1)
+    wait_until(lambda: rig.capture.idle)
+    assert (rig.capture.figures["taken"], rig.capture.figures["lost"]) == (1, 1)
+
+
+def test_a_request_that_ends_while_the_disk_is_away_has_its_record_when_it_is_back(rig: Rig) -> None:
+    ids, blocks = list(range(64)), list(range(1, 9))
+    takes, sequence = rig.takes(ids, blocks)
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(Step(tokens=64, takes=takes, written=[(block, True) for block in blocks]))
+    store = rig.capture.store
+    wait_until(lambda: all(store.has(ref.name, LAYERS[0]) == (False, True) for ref in sequence.refs))
+    store._pair.cold.health.failed("read", OSError(5, "Input/output error"))
+    record = {"request_id": "r", "prompt_tokens": 64, "expected_tokens": 64}
+    rig.worker.finish(Finish("r", [], sequence.refs, record, None))
+    wait_until(lambda: store.stats()["cold_state"] == "online", 20)
+    wait_until(lambda: rig.capture.figures["records"] == 1)
+    (line,) = [line for path in rig.directory.glob("*/sequences/*.jsonl") for line in path.read_text().splitlines()]
+    assert json.loads(line)["num_tokens"] == 64

@@ -211,3 +211,42 @@ def test_what_lmcache_names_chunks_after_is_told_when_a_request_starts() -> None
     assert rig.start([9, 4, 7], 20).named == {"r": Naming({"lmcache.tag.user": "a"}, 20)}
     assert rig.step(20, [1, 5]).named == {}
     assert Rig(40).start([9, 4, 7], 20).named == {}
+
+
+def test_blocks_into_which_another_connector_loads_when_a_request_is_aborted_hold_no_rows() -> None:
+    rig = Rig(100)
+    rig.start([0], 8)
+    rig.preempt()  # its eight rows are taken
+    rig.half.found_locally(rig.request, 0)
+    rig.half.allocated(rig.request)
+    rig.request.num_computed_tokens = 64  # what vLLM says while another connector's KV is on its way
+    rig.half.finish(rig.request, [2, 3, 4, 5, 6, 7, 8, 9])
+    (finish,) = rig.given
+    assert [(take.ref.end, take.blocks) for take in finish.takes] == [(8, [])]
+    assert finish.record is not None
+    assert finish.record["expected_tokens"] == 8
+
+
+def test_no_open_chunk_is_taken_from_a_cache_that_was_given_away() -> None:
+    rig = Rig(40)
+    assert ends(rig.start([9, 4, 7], 21)) == [16]
+    rig.half.reset()  # sleep: every request is preempted, and the memory goes before the next step tells of it
+    assert rig.preempt().open_chunks == []
+    rig.half.found_locally(rig.request, 0)
+    rig.half.allocated(rig.request)
+    assert ends(rig.step(40, new=[SimpleNamespace(req_id="r", block_ids=([1, 2, 3, 5, 6],))])) == [32], "computed again"
+
+
+def test_an_image_that_a_session_brings_later_is_part_of_the_names_from_there_on() -> None:
+    names = []
+    for image in ("cat", "dog"):
+        rig = Rig(20)
+        rig.start([1, 2, 3], 20)
+        rig.ids += [7] * 40
+        rig.request.num_tokens = rig.request.num_prompt_tokens = 60
+        position = SimpleNamespace(offset=30, length=20)
+        rig.request.mm_features.append(SimpleNamespace(identifier=image, mm_position=position))
+        rig.half.allocated(rig.request)
+        step = rig.step(40, new=[SimpleNamespace(req_id="r", block_ids=([1, 2, 3, 4, 5, 6, 7, 8],))])
+        names.append([take.ref.chunk_hash for take in step.takes])
+    assert set(names[0]).isdisjoint(names[1])

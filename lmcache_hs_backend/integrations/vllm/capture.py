@@ -105,6 +105,11 @@ class Capture:
         if self._own is not None:  # in an LMCache engine's store tails have LMCache's names, and are LMCache's to drop
             self._recalling.submit(self._recall)
 
+    @property
+    def store_wait_sec(self) -> float:
+        """How long one call of vLLM's may wait for room."""
+        return self._settings.store_wait_ms / 1000
+
     def count(self, figure: str, chunks: int = 1) -> None:
         """Add to a figure, from any thread."""
         with self._lock:
@@ -122,24 +127,28 @@ class Capture:
             return False
         return True
 
-    def room(self, nbytes: int) -> bool:
-        """Wait, ``store_wait_ms`` at most, until so many more bytes may be on their way."""
+    def room(self, nbytes: int, deadline: float) -> bool:
+        """Wait until so many more bytes may be on their way, until ``deadline`` (monotonic) at most."""
         limit = self._settings.hot_bytes // _STAGED_PART
         with self._room:
             if self._room.wait_for(
-                lambda: not self._staged or self._staged_bytes + nbytes <= limit, self._settings.store_wait_ms / 1000
+                lambda: not self._staged or self._staged_bytes + nbytes <= limit,
+                max(0.0, deadline - time.monotonic()),
             ):
                 return True
         self.count("lost")
         self.store.metrics.loss("no_room")
         return False
 
-    def put(self, take: Take, rows: HostRows) -> None:
-        """Store a chunk: at once when its rows are there, behind when they are still on their way."""
+    def put(self, take: Take, rows: HostRows, deadline: float) -> None:
+        """Store a chunk: at once when its rows are there, behind when they are still on their way.
+
+        At once waits for room until ``deadline`` (monotonic) at most.
+        """
         self.count("taken")
         if rows.arrived is None:  # no second copy of them, and no second team of torch's threads to make it
             try:
-                self._store(take, rows)
+                self._store(take, rows, max(0.0, deadline - time.monotonic()))
             except Exception:  # a bug of the tiers must not end vLLM; the chunk is counted as lost
                 logger.exception("hidden states: storing a chunk failed")
             self._thread.submit(lambda: self._stored(take))
@@ -177,12 +186,14 @@ class Capture:
                 return
             self._closed = True
         deadline = time.monotonic() + _DRAIN_SEC
-        if not self._thread.close(_DRAIN_SEC):
+        ended = self._thread.close(_DRAIN_SEC)
+        if not ended:
             logger.warning("hidden states: %d chunk(s) on their way are lost", len(self._staged))
         self._recalling.close(_STOP_SEC)
         self.store.flush(max(0.0, deadline - time.monotonic()))
-        self._drop_superseded()
-        self._record(final=True)
+        if ended:  # else these are the thread's still, and it is stuck in the disk that they would go to
+            self._drop_superseded()
+            self._record(final=True)
         if self._own is not None:
             self._own.close()
         self._records.close()
@@ -192,19 +203,19 @@ class Capture:
 
     def _put(self, take: Take, rows: HostRows) -> None:
         try:
-            self._store(take, rows)
+            self._store(take, rows, None)
         finally:
             with self._room:
                 self._staged_bytes -= self._staged.pop(take.ref.name)
                 self._room.notify_all()
-        self._stored(take)
+            self._stored(take)
 
-    def _store(self, take: Take, rows: HostRows) -> None:
+    def _store(self, take: Take, rows: HostRows, wait_sec: float | None) -> None:
         """On any thread."""
         ref = take.ref
         layers = dict(zip(self._layer_idxs, rows.wait(), strict=True))
         # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
-        self.store.store([ref], bytes(ref.start * TOKEN_BYTES) + take.ids, layers, ref.start)
+        self.store.store([ref], bytes(ref.start * TOKEN_BYTES) + take.ids, layers, ref.start, wait_sec)
 
     def _stored(self, take: Take) -> None:
         """The tiers have a chunk, or have not taken it."""
@@ -264,11 +275,14 @@ class Capture:
 
     def _record(self, *, final: bool) -> None:
         """Write the records of requests whose rows are on disk, so that a crash never leaves a record alone."""
+        if not final and not self.store.readable:
+            return  # what is on disk cannot be told from what is lost
         now = self._unrecorded if final else self._unrecorded[:_RECORDS_PER_LOOK]
         waiting = self._unrecorded[len(now) :]
         for finish in now:
             refs = self._successors(finish)
-            refs = refs[: self.store.covered([ref.name for ref in refs], self._layer_idxs)]
+            if not final:
+                refs = refs[: self.store.covered([ref.name for ref in refs], self._layer_idxs)]
             missing = [n for n, ref in enumerate(refs) if not self.store.has(ref.name, self._layer_idxs[0])[1]]
             if missing and not final:
                 waiting.append(finish)

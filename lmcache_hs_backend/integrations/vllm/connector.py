@@ -110,17 +110,15 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.after_step(step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
         step = self._step()
-        for finish in step.finished if step is not None else ():
+        finished = step.finished if step is not None else []
+        if self._worker is None:
+            # vLLM waits for a report of every rank, ours or not: beside another connector it heeds no smaller number.
+            return {finish.req_id for finish in finished} or None, None
+        for finish in finished:
             self._worker.finish(finish)
             self._worker.hold(finish.req_id)
         return self._worker.reported() or None, None
-
-    def get_finished_count(self) -> int:
-        """One worker reports a request; the default would wait for all of them, for ever."""
-        return 1
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -140,6 +138,12 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._scheduler is not None  # vLLM calls this beside the scheduler only
         return StepMetadata(self._scheduler.step(scheduler_output))
+
+    def reset_cache(self) -> bool | None:
+        """vLLM calls this before it gives the cache's memory away: what has not been taken by then is lost."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None

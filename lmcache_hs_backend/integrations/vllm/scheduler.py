@@ -75,6 +75,18 @@ class Scheduler:
             self._tracked[request.request_id] = _Tracked(request, self._sequence(request))
         else:
             tracked.begins = True
+            if tracked.sequence is not None:  # a further input of a session may have brought some
+                tracked.sequence.images = images_of(request.mm_features)
+
+    def reset(self) -> None:
+        """The rows in the cache are about to go. No chunk that is not complete is taken any more from what is there."""
+        for tracked in self._tracked.values():
+            if tracked.sequence is not None and tracked.end > tracked.sequence.end:
+                logger.info(
+                    "request %s: the rows of tokens %d to %d were given up with the cache",
+                    tracked.request.request_id, tracked.sequence.end, tracked.end,
+                )  # fmt: skip
+                tracked.end = tracked.sequence.end
 
     def step(self, output: Any) -> Step:
         """What the worker has to know about a step that is about to run."""
@@ -97,6 +109,8 @@ class Scheduler:
         if tracked is None or not tracked.started:
             return False, None
         computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        if tracked.begins:  # it has got blocks, and perhaps another connector's KV in them, but has not run
+            computed = 0
         end = min(computed, request.num_tokens - 1)
         takes: list[Take] = []
         refs: list[ChunkRef] = []

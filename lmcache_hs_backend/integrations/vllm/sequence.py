@@ -50,7 +50,7 @@ class ChunkedSequence:
         self.refs: list[ChunkRef] = []
         self._keying = keying
         self._chunk_size = chunk_size
-        self._images = sorted(images, key=lambda image: image.start)
+        self.images = sorted(images, key=lambda image: image.start)
         self._digest = xxhash.xxh3_128()
         self._parent = ""
 
@@ -92,7 +92,7 @@ class ChunkedSequence:
         return ChunkRef(chunk_name(key), start, end, digest.digest(), key, hash_hex, self._parent, None), ids
 
     def _extra(self, start: int, end: int) -> str:
-        return "".join(f"{i.identifier}@{i.start - start};" for i in self._images if i.start < end and i.end > start)
+        return "".join(f"{i.identifier}@{i.start - start};" for i in self.images if i.start < end and i.end > start)
 
 
 def images_of(mm_features: Iterable[Any]) -> list[Image]:

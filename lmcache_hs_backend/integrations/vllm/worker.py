@@ -52,6 +52,7 @@ class Worker:
         self._copies: dict[str, list[torch.cuda.Event]] = {}  # request → copies that may still read its blocks
         self._ended: set[str] = set()  # finished requests whose blocks wait for their copies
         self._warned = 0.0
+        self._deadline = 0.0
 
     def wrote_hidden_states(self) -> None:
         """The forward of this step has put its hidden states into the cache."""
@@ -59,6 +60,7 @@ class Worker:
 
     def before_step(self, step: Step) -> None:
         """Blocks of preempted requests are about to be written by others: take what is in them."""
+        self._begin()
         open_chunks = step.open_chunks
         if self._engine is not None:
             open_chunks = self._engine.open_chunks(open_chunks)
@@ -75,6 +77,7 @@ class Worker:
 
     def after_step(self, step: Step) -> None:
         """The rows of a step are in the cache: take what has become final."""
+        self._begin()
         self._heed(step)
         takes = step.takes
         if self._engine is not None:
@@ -86,6 +89,7 @@ class Worker:
 
     def finish(self, finish: Finish) -> bool:
         """A request has ended: take its last rows. True when its blocks are needed until ``reported``."""
+        self._begin()
         if self._engine is not None:
             finish = self._engine.finish(finish)
         for take in finish.takes:
@@ -124,6 +128,11 @@ class Worker:
 
     # -- inside ------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """vLLM has called: so long it may have to wait for room in all, however many chunks there are."""
+        if self.capture is not None:
+            self._deadline = time.monotonic() + self.capture.store_wait_sec
+
     def _heed(self, step: Step) -> None:
         """Keep the account of blocks that have no rows."""
         self._unwritten.update(step.foreign)
@@ -150,10 +159,10 @@ class Worker:
             return
         num_tokens = take.ref.num_tokens
         nbytes = num_tokens * len(capture.positions) * self._cache.hidden_dim * self._cache.dtype.itemsize
-        if capture.room(nbytes):
+        if capture.room(nbytes, self._deadline):
             rows = self._cache.layers(take.blocks, take.ref.start, num_tokens, capture.positions)
             self._remember(take.req_id, rows)
-            capture.put(take, rows)
+            capture.put(take, rows, self._deadline)
 
     def _write_file(self, finish: Finish, file: RequestFile, files: RequestFiles) -> None:
         if file.problem is not None:
