@@ -152,6 +152,7 @@ def test_a_chunk_that_is_archived_again_while_the_archive_makes_room_is_there_af
         flushing.start()
         assert disk.entered.wait(10)
         store.drop(q.names)  # room for what follows
+        wait_until(lambda: not any(os.path.exists(store._pair.cold.path(name)) for name in q.names))
         store.store(p.refs, p.bytes, {0: x})
         store.kv_gone(p.names)
         disk.open_gate()

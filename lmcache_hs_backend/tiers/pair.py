@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MIN_IDLE_BUFFERS = 256 << 20
 _NO_ROOM_SEC = 0.2
+_ARCHIVE_SEC = 1.0
 
 
 class TierPair:
@@ -387,7 +388,15 @@ class Delete(FileOp):
         with pair.lock:
             described = entry.described
         assert described is not None  # a hot chunk is
-        pair.cold.write(entry, *described.parts(), rows, archived=True)
+        until = time.monotonic() + _ARCHIVE_SEC
+        while True:
+            try:
+                pair.cold.write(entry, *described.parts(), rows, archived=True)
+                return
+            except NoRoom as no_room:  # somebody else may be making some at this moment; there is no second chance
+                if no_room.for_ever or not pair.cold.writable or time.monotonic() > until:
+                    raise
+            time.sleep(_NO_ROOM_SEC / 4)
 
 
 class SaveUse(FileOp):
