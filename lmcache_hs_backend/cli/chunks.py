@@ -184,17 +184,19 @@ def _read_folder(folder: _Folder) -> Iterator[Chunk | str]:
     """``look_at`` for all that is there, in order, while the kernel already reads what comes next. The token ids
     have been checked and are left behind: those who need them read the one file again."""
     waiting: deque[tuple[Place, _Opened]] = deque()
+    refused = False
     try:
-        for place in folder.places():
-            waiting.append((place, _open(place)))
-            if len(waiting) > _AHEAD:
-                yield _read(*waiting.popleft())
+        try:
+            for place in folder.places():
+                waiting.append((place, _open(place)))
+                if len(waiting) > _AHEAD:
+                    yield _read(*waiting.popleft())
+        except OSError:  # of the directory; the files answer for themselves
+            refused = True
         while waiting:
             yield _read(*waiting.popleft())
-    except OSError:  # of the directory; the files answer for themselves
-        while waiting:
-            yield _read(*waiting.popleft())
-        yield "unreadable"
+        if refused:
+            yield "unreadable"
     finally:  # whoever asked may have seen enough
         for _, opened in waiting:
             if not isinstance(opened, str):

@@ -88,12 +88,14 @@ class Format(abc.ABC):
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
         """Make the bytes of a sample, in any thread. Raises OSError."""
 
-    @abc.abstractmethod
     def publish(self, encoded: Encoded, split: str, number: int) -> str:
         """Give a sample its place, in order: ``number`` counts from 0, within ``split`` where folders are split.
 
-        Returns the path relative to the folder. Raises OSError.
+        Returns the path relative to the folder. Raises OSError. Here for formats in which each has a file of its own.
         """
+        relative = self.place_of(split, number)
+        assert relative is not None, "a format without such files has a publish of its own"
+        return self.place(encoded, relative)
 
     def place_of(self, split: str, number: int) -> str | None:
         """Where ``publish`` puts a sample, where each has a file of its own."""

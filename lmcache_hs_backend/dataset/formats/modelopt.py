@@ -32,8 +32,5 @@ class ModelOpt(Format):
         }
         return save_torch(value, temporary)
 
-    def publish(self, encoded: Encoded, split: str, number: int) -> str:
-        return self.place(encoded, self.place_of(split, number))
-
     def place_of(self, split: str, number: int) -> str:
         return os.path.join(self.folder(split), f"sample-{number:09d}.pt")

@@ -33,9 +33,6 @@ class SpecForge(Format):
         }
         return save_torch(value, temporary)
 
-    def publish(self, encoded: Encoded, split: str, number: int) -> str:
-        return self.place(encoded, self.place_of(split, number))
-
     def place_of(self, split: str, number: int) -> str:
         group = number // GROUP * GROUP
         name = os.path.join(f"rows_{group:09d}-{group + GROUP:09d}", f"data_{number:09d}.ckpt")

@@ -67,9 +67,6 @@ class Speculators(Format):
             file.write(bytes_of(tensors["hidden_states"]))
         return Encoded(file.nbytes, file.checksum, temporary, facts=facts)
 
-    def publish(self, encoded: Encoded, split: str, number: int) -> str:
-        return self.place(encoded, self.place_of(split, number))
-
     def place_of(self, split: str, number: int) -> str:
         return os.path.join(FOLDER, f"hs_{number}.safetensors")
 
