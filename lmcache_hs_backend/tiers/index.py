@@ -10,7 +10,7 @@ standing        meaning                                                         
 ==============  ==============================================================  =====================
 UNREAD          a file found at start, its header not read yet: only counted    ``header_known``, ``adopt``
 UNCONFIRMED     its KV has not been seen present in this process: kept, hidden  ``confirm``
-CONFIRMED       its KV has been seen: served, and deleted when the KV is gone   only by ``remove``, as all may
+CONFIRMED       its KV has been seen: served, and deleted when the KV is gone   ``remove``, as do the others
 GONE            no longer in the index: leases and file operations wind down    never
 ==============  ==============================================================  =====================
 
