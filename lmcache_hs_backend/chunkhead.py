@@ -1,6 +1,6 @@
 """What stands in front of the rows in a chunk file: made for a writer, taken apart and judged for a reader.
 
-The format is fixed in docs/chunk-file.md. Everything that comes from a disk is treated as hostile until it has been
+The format is fixed in docs/reference/chunk-file.md. Everything that comes from a disk is treated as hostile until it has been
 checked: bounded sizes, exact offsets, matching checksums. What fails is a ``BadChunk``. This module does no I/O.
 """
 

@@ -10,7 +10,7 @@ usage: scripts/check_report.sh [DIR]
   DIR   where the environment, the cold path and the page go (default: /tmp/check-report); kept, and used again
 
 environment: PYTHON (default: python3), CHROMIUM (default: the one installed, else Debian's, else Playwright's)
-Writes docs/report.png and docs/report-phone.png. Exit status 1 when something is not as it should be.
+Writes docs/images/report.png and report-phone.png. Exit status 1 when something is not as it should be.
 TEXT
 }
 
@@ -47,4 +47,4 @@ if [ -z "$browser" ]; then
     browser=$(find "$dir/browsers" -type f -name chrome -perm -u+x | head -n 1)
 fi
 
-exec "$venv/bin/python" "$root/scripts/check_report.py" "$dir" --browser "$browser" --pictures "$root/docs"
+exec "$venv/bin/python" "$root/scripts/check_report.py" "$dir" --browser "$browser" --pictures "$root/docs/images"

@@ -113,7 +113,7 @@ cat "$dir/wrong.txt"
 
 if [ -z "$quick" ]; then
     echo "== training, ${STEPS:-200} steps twice"
-    "$python" "$steps/train.py" "$model" "$dir/out-speculators" "$cold" "${STEPS:-200}" "$root/docs/training-loss.png"
+    "$python" "$steps/train.py" "$model" "$dir/out-speculators" "$cold" "${STEPS:-200}" "$root/docs/images/training-loss.png"
 fi
 vllm=${VLLM_PYTHON:-$root/.venv-vllm/bin/python}
 if [ -n "$quick" ]; then

@@ -117,7 +117,7 @@ def test_the_dashboard_and_the_operators_page_name_metrics_that_exist() -> None:
     dashboard = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert len(expressions) > 10
-    for text in [*expressions, (ROOT / "docs/operating.md").read_text()]:
+    for text in [*expressions, (ROOT / "docs/how-to/operating.md").read_text()]:
         for name in re.findall(r"lmcache:hs_\w+", text):
             assert name in known, name
     assert all(re.search(r"lmcache:hs_\w+", expression) for expression in expressions)

@@ -98,7 +98,7 @@ except ImportError as error:
 
 
 def settings_in_docs() -> dict[str, str]:
-    text = (ROOT / "docs/settings.md").read_text()
+    text = (ROOT / "docs/reference/settings.md").read_text()
     return dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.MULTILINE))
 
 
@@ -199,7 +199,7 @@ def test_the_default_cold_path_is_in_the_users_cache_directory(monkeypatch: pyte
 
 def test_the_failure_modes_name_counters_that_exist() -> None:
     names = set(metrics.COUNTERS) | set(metrics.GAUGES) | {"drops_offline", "cold_state"}
-    text = (ROOT / "docs/failure-modes.md").read_text()
+    text = (ROOT / "docs/reference/failure-modes.md").read_text()
     for name in re.findall(r"`((?:drops|misses|errors)_\w+)`", text):
         assert name in names
 
@@ -207,14 +207,14 @@ def test_the_failure_modes_name_counters_that_exist() -> None:
 def test_the_failure_modes_name_tests_that_exist() -> None:
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    for name in re.findall(r"`(?:\w+\.py::)?(test_\w+?)(?:_?…)?`", (ROOT / "docs/failure-modes.md").read_text()):
+    for name in re.findall(r"`(?:\w+\.py::)?(test_\w+?)(?:_?…)?`", (ROOT / "docs/reference/failure-modes.md").read_text()):
         assert f"def {name}" in tests, name
-    for name in re.findall(r"`(test_\w+\.py)", (ROOT / "docs/failure-modes.md").read_text()):
+    for name in re.findall(r"`(test_\w+\.py)", (ROOT / "docs/reference/failure-modes.md").read_text()):
         assert name in files, name
 
 
 def test_the_operators_table_has_every_figure_in_its_own_words() -> None:
-    text = (ROOT / "docs/operating.md").read_text()
+    text = (ROOT / "docs/reference/metrics.md").read_text()
     table = text.partition("<!-- figures -->\n")[2].partition("\n<!-- /figures -->")[0].splitlines()
     kinds = {"counter": metrics.COUNTERS, "gauge": metrics.GAUGES, "histogram": metrics.HISTOGRAMS}
     expected = [f"| `{name}` | {kind}: {doc} |" for kind, group in kinds.items() for name, doc in group.items()]

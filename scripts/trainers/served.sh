@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a running server to a drafter that loads: docs/training.md as a script, with checks. Run by check_trainers.sh.
+# From a running server to a drafter that loads: docs/tutorial/training.md as a script, with checks. Run by check_trainers.sh.
 #
 #   scripts/trainers/served.sh VLLM_PYTHON SPECULATORS_PYTHON MODEL DIR
 #

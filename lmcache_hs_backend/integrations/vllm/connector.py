@@ -44,7 +44,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module's text, and docs/vllm.md for its settings."""
+    """See the module's text, and docs/reference/vllm.md for its settings."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError for settings that cannot be used."""
