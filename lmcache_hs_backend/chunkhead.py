@@ -1,7 +1,8 @@
 """What stands in front of the rows in a chunk file: made for a writer, taken apart and judged for a reader.
 
-The format is fixed in docs/reference/chunk-file.md. Everything that comes from a disk is treated as hostile until it has been
-checked: bounded sizes, exact offsets, matching checksums. What fails is a ``BadChunk``. This module does no I/O.
+The format is fixed in docs/reference/chunk-file.md. Everything that comes from a disk is treated as hostile until it
+has been checked: bounded sizes, exact offsets, matching checksums. What fails is a ``BadChunk``. This module does no
+I/O.
 """
 
 from __future__ import annotations

@@ -205,11 +205,14 @@ def test_the_failure_modes_name_counters_that_exist() -> None:
 
 
 def test_the_failure_modes_name_tests_that_exist() -> None:
+    text = (ROOT / "docs/reference/failure-modes.md").read_text()
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    for name in re.findall(r"`(?:\w+\.py::)?(test_\w+?)(?:_?…)?`", (ROOT / "docs/reference/failure-modes.md").read_text()):
+    for name in re.findall(
+        r"`(?:\w+\.py::)?(test_\w+?)(?:_?…)?`", (ROOT / "docs/reference/failure-modes.md").read_text()
+    ):
         assert f"def {name}" in tests, name
-    for name in re.findall(r"`(test_\w+\.py)", (ROOT / "docs/reference/failure-modes.md").read_text()):
+    for name in re.findall(r"`(test_\w+\.py)", text):
         assert name in files, name
 
 
