@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.integrations.vllm import connector
 from lmcache_hs_backend.integrations.vllm.connector import HSTieredConnector, StepMetadata, _hidden_states_group
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Step
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, Step
 
 ATTENTION = FullAttentionSpec(block_size=64, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
 HIDDEN = HiddenStateCacheSpec(block_size=16, num_kv_heads=4, head_size=576, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The parts of the vLLM connector that need no vLLM: naming of chunks, tails, files, records, settings, capture."""
+"""The parts of the vLLM connector that need no vLLM: names of chunks, tails, files, records, settings, capture."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from waiting import wait_until
 
 from lmcache_hs_backend.chunk import chunk_name, prefix_digests
 from lmcache_hs_backend.config import ConfigError
-from lmcache_hs_backend.integrations.vllm import capture
-from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
-from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache, HostRows
-from lmcache_hs_backend.integrations.vllm.files import RequestFiles, confined, default_path
-from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
+from lmcache_hs_backend.integrations.vllm.paths import confined, default_path
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk, RequestFile, Step
 from lmcache_hs_backend.integrations.vllm.records import RecordWriter
-from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Image, Keying
+from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence, Image
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
-from lmcache_hs_backend.integrations.vllm.tails import Tails, shorter
-from lmcache_hs_backend.integrations.vllm.worker import Worker
+from lmcache_hs_backend.integrations.vllm.worker_side import sink
+from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache, HostRows
+from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
+from lmcache_hs_backend.integrations.vllm.worker_side.tails import Tails, shorter
+from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 from lmcache_hs_backend.tiers.namespace import NamespaceId
 
-KEYING = Keying("model", "bfloat16")
+KEY_FORMAT = KeyFormat("model", "bfloat16")
 CHUNK, BLOCK, LAYERS, HIDDEN = 16, 8, (2, 5), 32
 
 
 def named(ids: list[int], images: tuple[Image, ...] = ()) -> list[str]:
-    sequence = ChunkedSequence(KEYING, CHUNK, images)
+    sequence = ChunkedSequence(KEY_FORMAT, CHUNK, images)
     sequence.close(ids, len(ids))
     return [ref.chunk_hash for ref in sequence.refs]
 
@@ -50,7 +52,7 @@ def named(ids: list[int], images: tuple[Image, ...] = ()) -> list[str]:
 
 def test_chunks_have_the_same_names_however_a_sequence_grows() -> None:
     ids = list(range(100, 150))
-    whole, steps = ChunkedSequence(KEYING, CHUNK), ChunkedSequence(KEYING, CHUNK)
+    whole, steps = ChunkedSequence(KEY_FORMAT, CHUNK), ChunkedSequence(KEY_FORMAT, CHUNK)
     whole.close(ids, 50)
     for end in (5, 16, 17, 47):
         steps.advance(ids[:end], end)
@@ -76,10 +78,10 @@ def test_the_image_under_placeholders_is_part_of_a_name_from_its_chunk_on() -> N
 
 
 def test_a_tail_is_superfluous_when_a_longer_chunk_begins_with_it() -> None:
-    tails = Tails(KEYING, CHUNK)
-    ((ref, ids),) = ChunkedSequence(KEYING, CHUNK).close(list(range(10)), 10)
-    ((long_ref, long_ids),) = ChunkedSequence(KEYING, CHUNK).close(list(range(16)), 16)
-    ((other, other_ids),) = ChunkedSequence(KEYING, CHUNK).close([7] * 12, 12)
+    tails = Tails(KEY_FORMAT, CHUNK)
+    ((ref, ids),) = ChunkedSequence(KEY_FORMAT, CHUNK).close(list(range(10)), 10)
+    ((long_ref, long_ids),) = ChunkedSequence(KEY_FORMAT, CHUNK).close(list(range(16)), 16)
+    ((other, other_ids),) = ChunkedSequence(KEY_FORMAT, CHUNK).close([7] * 12, 12)
     for chunk, its_ids in ((ref, ids), (other, other_ids)):
         tails.add(chunk.chunk_hash, chunk.parent, its_ids)
     outgrown = shorter(long_ref.chunk_hash, long_ref.parent, long_ids, tails.lengths(""))
@@ -95,22 +97,22 @@ def test_a_tail_is_superfluous_when_a_longer_chunk_begins_with_it() -> None:
 
 
 def test_a_tail_over_an_image_is_not_taken_for_one_over_text() -> None:
-    tails = Tails(KEYING, CHUNK)
+    tails = Tails(KEY_FORMAT, CHUNK)
     cat = Image("cat", 2, 5)
-    ((ref, ids),) = ChunkedSequence(KEYING, CHUNK, [cat]).close(list(range(10)), 10)
+    ((ref, ids),) = ChunkedSequence(KEY_FORMAT, CHUNK, [cat]).close(list(range(10)), 10)
     tails.add(ref.chunk_hash, ref.parent, ids)
     assert tails.lengths("") == ()
-    ((text, text_ids),) = ChunkedSequence(KEYING, CHUNK).close(list(range(8)), 8)
+    ((text, text_ids),) = ChunkedSequence(KEY_FORMAT, CHUNK).close(list(range(8)), 8)
     tails.add(text.chunk_hash, text.parent, text_ids)
     assert shorter(ref.chunk_hash, ref.parent, ids, tails.lengths("")) == {}
 
 
 def test_tails_are_remembered_much_longer_than_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_hs_backend.integrations.vllm.tails.MOST_RECENT", 4)
-    monkeypatch.setattr("lmcache_hs_backend.integrations.vllm.tails.MOST_PARENTS", 50)
-    tails = Tails(KEYING, CHUNK)
+    monkeypatch.setattr("lmcache_hs_backend.integrations.vllm.worker_side.tails.MOST_RECENT", 4)
+    monkeypatch.setattr("lmcache_hs_backend.integrations.vllm.worker_side.tails.MOST_PARENTS", 50)
+    tails = Tails(KEY_FORMAT, CHUNK)
     for first in range(60):
-        for ref, ids in ChunkedSequence(KEYING, CHUNK).close([first] * 20, 20):
+        for ref, ids in ChunkedSequence(KEY_FORMAT, CHUNK).close([first] * 20, 20):
             tails.add(ref.chunk_hash, ref.parent, ids)
     parents = [named([first] * 16)[0] for first in range(60)]
     assert [tails.lengths(parent) for parent in parents] == [()] * 10 + [(4,)] * 50
@@ -273,27 +275,28 @@ class Rig:
             {"cold_path": str(directory), "hot_size": 0.01, "max_cold_size": 0.1, "chunk_size": CHUNK, **changes}
         )
         ident = NamespaceId(model="model", kv_dtype="bfloat16", chunk_size=CHUNK)
-        self.capture = Capture(settings, Model(ident, KEYING, LAYERS, '{"source": "test"}', {}))
-        self.worker = Worker(HiddenStatesCache(self.cache), self.capture, None)
+        self.sink = CaptureSink(settings, CapturedModel(ident, KEY_FORMAT, LAYERS, '{"source": "test"}', {}))
+        self.worker = Worker(HiddenStatesCache(self.cache), self.sink, None)
 
-    def takes(self, ids: list[int], blocks: list[int]) -> tuple[list[Take], ChunkedSequence]:
-        sequence = ChunkedSequence(KEYING, CHUNK)
+    def ready(self, ids: list[int], blocks: list[int]) -> tuple[list[ReadyChunk], ChunkedSequence]:
+        sequence = ChunkedSequence(KEY_FORMAT, CHUNK)
         chunks = sequence.close(ids, len(ids))
         per_chunk = CHUNK // BLOCK
         return [
-            Take("r", ref, data, blocks[n * per_chunk : (n + 1) * per_chunk]) for n, (ref, data) in enumerate(chunks)
+            ReadyChunk("r", ref, data, blocks[n * per_chunk : (n + 1) * per_chunk])
+            for n, (ref, data) in enumerate(chunks)
         ], sequence
 
     def serve(self, ids: list[int], blocks: list[int], *, wrote: bool = True, foreign: tuple[int, ...] = ()) -> None:
         """One step in which a whole request is computed, and its end."""
-        takes, sequence = self.takes(ids, blocks)
-        step = Step(tokens=len(ids), takes=takes, written=[(b, True) for b in blocks], foreign=list(foreign))
+        ready, sequence = self.ready(ids, blocks)
+        step = Step(tokens=len(ids), ready=ready, written=[(b, True) for b in blocks], foreign=list(foreign))
         if wrote:
             self.worker.wrote_hidden_states()
         self.worker.after_step(step)
         record = {"request_id": "r", "prompt_tokens": len(ids), "expected_tokens": len(ids)}
-        assert not self.worker.finish(Finish("r", takes[-1:], sequence.refs, record, None))
-        wait_until(lambda: self.capture.idle)
+        assert not self.worker.finish(Finish("r", ready[-1:], sequence.refs, record, None))
+        wait_until(lambda: self.sink.idle)
 
     def right(self, ids: list[int], blocks: list[int], layer: int) -> torch.Tensor:
         return torch.cat([self.cache[b, LAYERS.index(layer)] for b in blocks])[: len(ids)]
@@ -321,11 +324,11 @@ def test_rows_of_scattered_blocks_end_up_in_order_on_disk(rig: Rig) -> None:
 def test_equal_prefixes_are_copied_once_also_after_a_restart(rig: Rig) -> None:
     rig.serve(list(range(40)), [9, 3, 30, 1, 17])
     rig.serve([*range(32), 99, 98], [10, 11, 12, 13, 14])
-    assert rig.capture.figures["taken"] == 4
+    assert rig.sink.figures["taken"] == 4
     rig.worker.close()
     again = Rig(rig.directory)
     again.serve(list(range(40)), [1, 2, 3, 4, 5])
-    assert again.capture.figures["taken"] == 0
+    assert again.sink.figures["taken"] == 0
     again.worker.close()
 
 
@@ -335,7 +338,7 @@ def test_a_tail_goes_when_a_longer_chunk_is_on_disk_and_its_record_still_leads_t
     rig.worker.close()
     cold = ColdPath(str(rig.directory))
     assert sorted(len(chunk.token_ids) for chunk in cold.chunks) == [14, 16]
-    assert rig.capture.figures["tails_dropped"] == 1
+    assert rig.sink.figures["tails_dropped"] == 1
     short = cold.records()[0]
     assert short["num_tokens"] == 20
     assert len(cold.rows(list(range(20)), LAYERS[0])) == 20
@@ -354,18 +357,18 @@ def test_tails_of_an_earlier_run_are_known_again(rig: Rig, monkeypatch: pytest.M
     rig.serve(list(range(20)), [9, 3, 30])
     rig.worker.close()
     may_look = threading.Event()
-    plain = capture.read_header
-    monkeypatch.setattr(capture, "read_header", lambda *given: may_look.wait(30) and plain(*given))
+    plain = sink.read_header
+    monkeypatch.setattr(sink, "read_header", lambda *given: may_look.wait(30) and plain(*given))
     again = Rig(rig.directory)
     if not late:
         may_look.set()
-        wait_until(lambda: again.capture.idle)
-    takes, _ = again.takes(list(range(30)), [9, 3, 30, 8])
+        wait_until(lambda: again.sink.idle)
+    ready, _ = again.ready(list(range(30)), [9, 3, 30, 8])
     again.worker.wrote_hidden_states()
-    again.worker.after_step(Step(tokens=30, takes=takes, written=[(b, True) for b in (9, 3, 30, 8)]))
-    wait_until(lambda: again.capture.store.stats()["written_chunks"] == 1)
+    again.worker.after_step(Step(tokens=30, ready=ready, written=[(b, True) for b in (9, 3, 30, 8)]))
+    wait_until(lambda: again.sink.store.stats()["written_chunks"] == 1)
     may_look.set()  # late: the longer chunk came before the tail was known
-    wait_until(lambda: again.capture.idle)
+    wait_until(lambda: again.sink.idle)
     again.worker.close()
     assert sorted(len(chunk.token_ids) for chunk in ColdPath(str(rig.directory)).chunks) == [14, 16]
 
@@ -373,7 +376,7 @@ def test_tails_of_an_earlier_run_are_known_again(rig: Rig, monkeypatch: pytest.M
 def test_a_tail_is_stored_when_the_longer_chunk_has_been_deleted(rig: Rig) -> None:
     rig.serve(list(range(30)), [9, 3, 30, 8])
     longer = named(list(range(30)))[-1]
-    assert rig.capture.store.drop([chunk_name(KEYING.key(longer))]) == 1
+    assert rig.sink.store.drop([chunk_name(KEY_FORMAT.key(longer))]) == 1
     rig.serve(list(range(20)), [9, 3, 30])
     rig.worker.close()
     cold = ColdPath(str(rig.directory))
@@ -384,13 +387,13 @@ def test_a_tail_is_stored_when_the_longer_chunk_has_been_deleted(rig: Rig) -> No
 def test_blocks_that_no_forward_has_written_are_not_read_until_they_are_written_anew(rig: Rig) -> None:
     ids = list(range(32))
     rig.serve(ids, [1, 2, 3, 4], foreign=(1, 2), wrote=False)
-    assert rig.capture.figures["not_computed"] == 3  # the second chunk is asked for once more at the end
+    assert rig.sink.figures["not_computed"] == 3  # the second chunk is asked for once more at the end
     assert ColdPath(str(rig.directory)).chunks == []
     rig.serve([5, *ids], [6, 1, 3, 4, 7])  # a forward writes 1, 3 and 4; 2 is not touched
-    assert rig.capture.figures["not_computed"] == 3
-    step = Step(tokens=0, takes=rig.takes(list(range(50, 66)), [2, 8])[0])
+    assert rig.sink.figures["not_computed"] == 3
+    step = Step(tokens=0, ready=rig.ready(list(range(50, 66)), [2, 8])[0])
     rig.worker.after_step(step)
-    assert rig.capture.figures["not_computed"] == 4
+    assert rig.sink.figures["not_computed"] == 4
 
 
 def test_a_file_of_rows_that_were_not_computed_comes_from_the_tiers_or_not_at_all(rig: Rig, tmp_path: Path) -> None:
@@ -398,12 +401,12 @@ def test_a_file_of_rows_that_were_not_computed_comes_from_the_tiers_or_not_at_al
     rig.serve(ids, blocks)
     right = torch.stack([rig.right(ids, blocks, layer) for layer in LAYERS], dim=1)
     files = RequestFiles([os.path.realpath(tmp_path)], 1, lock=False)
-    worker = Worker(HiddenStatesCache(torch.zeros_like(rig.cache)), rig.capture, files)
+    worker = Worker(HiddenStatesCache(torch.zeros_like(rig.cache)), rig.sink, files)
     worker.after_step(Step(tokens=1, foreign=[20, 21, 22, 23, 24], written=[(25, True)]))
     for name, sequence in (("known", ids), ("unknown", [77, *ids])):
-        takes, chunks = rig.takes(sequence, [20, 21, 22, 23, 24, 25])
+        ready, chunks = rig.ready(sequence, [20, 21, 22, 23, 24, 25])
         file = RequestFile(str(tmp_path / name), array("q", sequence).tobytes(), [20, 21, 22, 23, 24])
-        worker.finish(Finish("r", takes[-1:], chunks.refs, None, file))
+        worker.finish(Finish("r", ready[-1:], chunks.refs, None, file))
     assert files.close(10)
     assert torch.equal(load_file(tmp_path / "known")["hidden_states"], right)
     assert not (tmp_path / "unknown").exists()
@@ -412,13 +415,13 @@ def test_a_file_of_rows_that_were_not_computed_comes_from_the_tiers_or_not_at_al
 
 def test_what_is_on_disk_leaves_ram_and_the_next_chunk_uses_the_same_memory(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "cold", hot_size=0.0625)
-    arena = rig.capture.store._pair.hot.arena
+    arena = rig.sink.store._pair.hot.arena
     farthest = 0
     for start in range(0, 16 * 64, 64):
         rig.serve(list(range(start, start + 64)), list(range(8)))
         farthest = max(farthest, arena.capacity - max(arena._sizes))
-        wait_until(lambda: rig.capture.store.stats()["hot_bytes"] == 0)
-    assert rig.capture.figures["taken"] == 64
+        wait_until(lambda: rig.sink.store.stats()["hot_bytes"] == 0)
+    assert rig.sink.figures["taken"] == 64
     assert farthest <= 64 * len(LAYERS) * 4096 // 8  # a cache would have touched every chunk's slots
     rig.worker.close()
 
@@ -428,8 +431,8 @@ def test_rows_that_come_in_vllms_inference_mode_leave_the_store_usable_for_other
     with torch.inference_mode():
         rig.serve(ids, blocks)
     rig.serve([7, *ids], [*blocks, 4])
-    assert rig.capture.figures["taken"] == 6
-    assert "lost" not in rig.capture.figures
+    assert rig.sink.figures["taken"] == 6
+    assert "lost" not in rig.sink.figures
 
 
 class Copying:
@@ -451,17 +454,17 @@ def test_blocks_are_held_until_their_copies_have_arrived_and_only_then_are_rows_
     event, plain = Copying(), HiddenStatesCache._take
     monkeypatch.setattr(HiddenStatesCache, "_take", lambda *given: plain(*given)._replace(arrived=event))
     ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
-    takes, sequence = rig.takes(ids, blocks)
+    ready, sequence = rig.ready(ids, blocks)
     rig.worker.wrote_hidden_states()
-    rig.worker.after_step(Step(tokens=40, takes=takes, written=[(b, True) for b in blocks]))
+    rig.worker.after_step(Step(tokens=40, ready=ready, written=[(b, True) for b in blocks]))
     assert rig.worker.finish(Finish("r", [], sequence.refs, {"request_id": "r"}, None))
     assert rig.worker.reported() == set()
-    assert rig.capture.store.covered([sequence.refs[0].name], LAYERS) == 0
-    assert not rig.capture.wanted(takes[0])  # it is on its way: another request with the same prefix copies nothing
+    assert rig.sink.store.covered([sequence.refs[0].name], LAYERS) == 0
+    assert not rig.sink.needs_copy(ready[0])  # it is on its way: another request with the same prefix copies nothing
     event.done.set()
     assert rig.worker.reported() == {"r"}
     assert rig.worker.reported() == set()
-    wait_until(lambda: rig.capture.idle)
+    wait_until(lambda: rig.sink.idle)
     assert torch.equal(ColdPath(str(rig.directory)).rows(ids, LAYERS[1]), rig.right(ids, blocks, LAYERS[1]))
 
 
@@ -469,21 +472,21 @@ def test_a_store_that_fails_is_not_the_engines_trouble(rig: Rig, monkeypatch: py
     def fail(*_: object) -> int:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(rig.capture.store, "store", fail)
+    monkeypatch.setattr(rig.sink.store, "store", fail)
     rig.serve(list(range(40)), [9, 3, 30, 1, 17])
-    assert rig.capture.figures["lost"] == 4  # the tail is asked for once more at the end
-    assert rig.capture.figures["records_empty"] == 1
+    assert rig.sink.figures["lost"] == 4  # the tail is asked for once more at the end
+    assert rig.sink.figures["records_empty"] == 1
 
 
 def test_the_open_chunk_of_a_preempted_request_is_stored_and_goes_when_it_is_outgrown(rig: Rig) -> None:
     ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
-    takes, sequence = rig.takes(ids[:21], blocks)
+    ready, sequence = rig.ready(ids[:21], blocks)
     rig.worker.wrote_hidden_states()
-    rig.worker.after_step(Step(tokens=21, takes=takes[:1], written=[(b, True) for b in blocks[:3]]))
-    rig.worker.before_step(Step(open_chunks=takes[1:], preempted=True))
+    rig.worker.after_step(Step(tokens=21, ready=ready[:1], written=[(b, True) for b in blocks[:3]]))
+    rig.worker.before_step(Step(open_chunks=ready[1:], preempted=True))
     record = {"request_id": "r", "expected_tokens": 21, "finish_reason": "abort"}
-    rig.worker.finish(Finish("r", [takes[1]._replace(blocks=[])], sequence.refs, record, None))
-    wait_until(lambda: rig.capture.idle)
+    rig.worker.finish(Finish("r", [ready[1]._replace(blocks=[])], sequence.refs, record, None))
+    wait_until(lambda: rig.sink.idle)
     cold = ColdPath(str(rig.directory))
     assert torch.equal(cold.rows(ids[:21], LAYERS[0]), rig.right(ids[:21], blocks, LAYERS[0]))
     assert [record["num_tokens"] for record in cold.records()] == [21]
@@ -495,9 +498,9 @@ def test_the_open_chunk_of_a_preempted_request_is_stored_and_goes_when_it_is_out
 def test_close_brings_everything_to_disk_and_may_come_twice(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "cold", write_back_sec=3600)
     ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
-    takes, sequence = rig.takes(ids, blocks)
+    ready, sequence = rig.ready(ids, blocks)
     rig.worker.wrote_hidden_states()
-    rig.worker.after_step(Step(tokens=40, takes=takes, written=[(b, True) for b in blocks]))
+    rig.worker.after_step(Step(tokens=40, ready=ready, written=[(b, True) for b in blocks]))
     rig.worker.finish(Finish("r", [], sequence.refs, {"request_id": "r"}, None))
     rig.worker.close()
     rig.worker.close()
@@ -525,38 +528,38 @@ def test_a_step_waits_for_room_once_however_many_chunks_it_has(tmp_path: Path) -
     rig = Rig(tmp_path / "cold", hot_size=0.0001, store_wait_ms=200)
     gate, layers = threading.Event(), rig.worker._cache.layers
     rig.worker._cache.layers = lambda *args: layers(*args)._replace(arrived=_Copy(gate))  # type: ignore[method-assign]
-    takes, _ = rig.takes(list(range(256)), [n % 30 + 1 for n in range(32)])
-    more, _ = rig.takes(list(range(5000, 5256)), [n % 30 + 1 for n in range(32)])
+    ready, _ = rig.ready(list(range(256)), [n % 30 + 1 for n in range(32)])
+    more, _ = rig.ready(list(range(5000, 5256)), [n % 30 + 1 for n in range(32)])
     rig.worker.wrote_hidden_states()
     begun = time.monotonic()
-    rig.worker.after_step(Step(tokens=512, takes=[*takes, *more]))
+    rig.worker.after_step(Step(tokens=512, ready=[*ready, *more]))
     assert time.monotonic() - begun < 1.0
-    assert rig.capture.figures["lost"] > 10
+    assert rig.sink.figures["lost"] > 10
     gate.set()
     rig.worker.close()
 
 
 def test_a_copy_that_fails_is_a_chunk_that_is_lost(rig: Rig) -> None:
-    (take, *_), _ = rig.takes(list(range(16)), [1, 2])
+    (take, *_), _ = rig.ready(list(range(16)), [1, 2])
     gate = threading.Event()
     gate.set()
     rows = HostRows([torch.zeros(16, HIDDEN, dtype=torch.bfloat16)] * 2, _Copy(gate, fails=True))  # type: ignore[arg-type]
-    rig.capture.put(take, rows, time.monotonic() + 1)
-    wait_until(lambda: rig.capture.idle)
-    assert (rig.capture.figures["taken"], rig.capture.figures["lost"]) == (1, 1)
+    rig.sink.put(take, rows, time.monotonic() + 1)
+    wait_until(lambda: rig.sink.idle)
+    assert (rig.sink.figures["taken"], rig.sink.figures["lost"]) == (1, 1)
 
 
 def test_a_request_that_ends_while_the_disk_is_away_has_its_record_when_it_is_back(rig: Rig) -> None:
     ids, blocks = list(range(64)), list(range(1, 9))
-    takes, sequence = rig.takes(ids, blocks)
+    ready, sequence = rig.ready(ids, blocks)
     rig.worker.wrote_hidden_states()
-    rig.worker.after_step(Step(tokens=64, takes=takes, written=[(block, True) for block in blocks]))
-    store = rig.capture.store
+    rig.worker.after_step(Step(tokens=64, ready=ready, written=[(block, True) for block in blocks]))
+    store = rig.sink.store
     wait_until(lambda: all(store.has(ref.name, LAYERS[0]) == (False, True) for ref in sequence.refs))
     store._pair.cold.health.failed("read", OSError(5, "Input/output error"))
     record = {"request_id": "r", "prompt_tokens": 64, "expected_tokens": 64}
     rig.worker.finish(Finish("r", [], sequence.refs, record, None))
     wait_until(lambda: store.stats()["cold_state"] == "online", 20)
-    wait_until(lambda: rig.capture.figures["records"] == 1)
+    wait_until(lambda: rig.sink.figures["records"] == 1)
     (line,) = [line for path in rig.directory.glob("*/sequences/*.jsonl") for line in path.read_text().splitlines()]
     assert json.loads(line)["num_tokens"] == 64

@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, Step
-from lmcache_hs_backend.integrations.vllm.scheduler import Scheduler
-from lmcache_hs_backend.integrations.vllm.sequence import Keying
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, Step
+from lmcache_hs_backend.integrations.vllm.scheduler_side.tracker import RequestTracker
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 
 CHUNK, BLOCK = 16, 8
@@ -22,7 +22,7 @@ class Rig:
     def __init__(self, prompt: int, **settings: Any) -> None:
         self.given: list[Finish] = []
         config = ConnectorSettings.from_connector({"chunk_size": CHUNK, **settings})
-        self.half = Scheduler(config, Keying("m", "bfloat16"), 0, BLOCK, self._hand_over)
+        self.half = RequestTracker(config, KeyFormat("m", "bfloat16"), 0, BLOCK, self._hand_over)
         self.ids = list(range(1000, 1000 + prompt))
         self.request = SimpleNamespace(
             request_id="r", all_token_ids=self.ids, prompt_token_ids=list(self.ids), num_prompt_tokens=prompt,
@@ -70,14 +70,14 @@ class Rig:
 
 
 def ends(step: Step) -> list[int]:
-    return [take.ref.end for take in step.takes]
+    return [take.ref.end for take in step.ready]
 
 
 def test_a_chunk_is_taken_in_the_step_that_completes_it_with_the_blocks_that_hold_it() -> None:
     rig = Rig(40)
     assert ends(rig.start([9, 4], 15)) == []
     step = rig.step(20, [7, 1, 5])
-    assert [(take.ref.start, take.ref.end, take.blocks) for take in step.takes] == [(0, 16, [9, 4]), (16, 32, [7, 1])]
+    assert [(take.ref.start, take.ref.end, take.blocks) for take in step.ready] == [(0, 16, [9, 4]), (16, 32, [7, 1])]
     assert step.written == [(4, False), (7, True), (1, True), (5, True)]
 
 
@@ -113,7 +113,7 @@ def test_a_finished_request_leaves_all_but_its_last_token() -> None:
     rig.sample(2)
     held, answer = rig.half.finish(rig.request, [9, 4, 2])
     (finish,) = rig.given
-    assert [(take.ref.start, take.ref.end, take.blocks) for take in finish.takes] == [(16, 21, [2])]
+    assert [(take.ref.start, take.ref.end, take.blocks) for take in finish.ready] == [(16, 21, [2])]
     assert finish.record is not None
     assert (finish.record["prompt_tokens"], finish.record["generated_tokens"], finish.record["expected_tokens"]) == (
         20,
@@ -130,7 +130,7 @@ def test_an_aborted_request_leaves_what_was_computed_and_its_file_is_given_up() 
     rig.request.get_finished_reason = lambda: "abort"
     rig.half.finish(rig.request, [9, 4, 7])
     (finish,) = rig.given
-    assert [take.ref.end for take in finish.takes] == [20]
+    assert [take.ref.end for take in finish.ready] == [20]
     assert finish.file is not None
     assert finish.file.problem == ""
 
@@ -155,7 +155,7 @@ def test_a_preempted_request_goes_on_with_its_new_blocks_where_its_chunks_ended(
     assert ends(rig.start([9, 4, 7], 20)) == [16]
     rig.request.num_computed_tokens = 0
     step = rig.start([3, 2, 6, 8, 1], 40)
-    assert [(take.ref.start, take.blocks) for take in step.takes] == [(16, [6, 8])]
+    assert [(take.ref.start, take.blocks) for take in step.ready] == [(16, [6, 8])]
 
 
 def test_the_rows_of_a_preempted_requests_open_chunk_are_taken_before_its_blocks_are_written_anew() -> None:
@@ -163,7 +163,7 @@ def test_the_rows_of_a_preempted_requests_open_chunk_are_taken_before_its_blocks
     rig.start([9, 4, 7], 21)
     step = rig.preempt()
     assert [(take.ref.start, take.ref.end, take.blocks) for take in step.open_chunks] == [(16, 21, [7])]
-    assert step.takes == []
+    assert step.ready == []
 
 
 def test_a_request_that_is_aborted_while_it_is_preempted_keeps_the_rows_that_were_computed() -> None:
@@ -174,7 +174,7 @@ def test_a_request_that_is_aborted_while_it_is_preempted_keeps_the_rows_that_wer
     _, answer = rig.half.finish(rig.request, [])
     (finish,) = rig.given
     assert [ref.end for ref in finish.refs] == [16, 21]
-    assert finish.takes == [open_chunk._replace(blocks=[])]  # taken already
+    assert finish.ready == [open_chunk._replace(blocks=[])]  # taken already
     assert finish.record is not None
     assert finish.record["expected_tokens"] == 21
     assert answer == {"hidden_states_last_chunk": open_chunk.ref.chunk_hash}
@@ -189,14 +189,14 @@ def test_a_preempted_request_that_has_gone_on_ends_like_any_other() -> None:
         rig.half.finish(rig.request, [3, 2, 6, 8, 1])
         (finish,) = rig.given
         assert finish.refs[-1].end == last
-        assert bool(finish.takes[-1].blocks) == (last > 21)
+        assert bool(finish.ready[-1].blocks) == (last > 21)
 
 
 def test_requests_with_embeddings_or_an_adapter_go_to_no_tier_and_their_answer_says_so() -> None:
     for change, reason in (({"prompt_embeds": object()}, "embeddings"), ({"lora_request": object()}, "LoRA adapter")):
         rig = Rig(40)
         vars(rig.request).update(change)
-        assert rig.start([9, 4, 7, 1, 5], 40).takes == []
+        assert rig.start([9, 4, 7, 1, 5], 40).ready == []
         _, answer = rig.half.finish(rig.request, [9, 4, 7, 1, 5])
         assert answer is not None
         assert answer.keys() == {"hidden_states_not_covered"}
@@ -208,7 +208,7 @@ def test_what_lmcache_names_chunks_after_is_told_when_a_request_starts() -> None
     rig.request.kv_transfer_params = {"lmcache.tag.user": "a", "include_output_tokens": True}
     place = SimpleNamespace(offset=20, length=4)
     rig.request.mm_features = [SimpleNamespace(identifier="cat", mm_position=place)]
-    assert rig.start([9, 4, 7], 20).named == {"r": Naming({"lmcache.tag.user": "a"}, 20)}
+    assert rig.start([9, 4, 7], 20).named == {"r": KeyInputs({"lmcache.tag.user": "a"}, 20)}
     assert rig.step(20, [1, 5]).named == {}
     assert Rig(40).start([9, 4, 7], 20).named == {}
 
@@ -222,7 +222,7 @@ def test_blocks_into_which_another_connector_loads_when_a_request_is_aborted_hol
     rig.request.num_computed_tokens = 64  # what vLLM says while another connector's KV is on its way
     rig.half.finish(rig.request, [2, 3, 4, 5, 6, 7, 8, 9])
     (finish,) = rig.given
-    assert [(take.ref.end, take.blocks) for take in finish.takes] == [(8, [])]
+    assert [(take.ref.end, take.blocks) for take in finish.ready] == [(8, [])]
     assert finish.record is not None
     assert finish.record["expected_tokens"] == 8
 
@@ -248,5 +248,5 @@ def test_an_image_that_a_session_brings_later_is_part_of_the_names_from_there_on
         rig.request.mm_features.append(SimpleNamespace(identifier=image, mm_position=position))
         rig.half.allocated(rig.request)
         step = rig.step(40, new=[SimpleNamespace(req_id="r", block_ids=([1, 2, 3, 4, 5, 6, 7, 8],))])
-        names.append([take.ref.chunk_hash for take in step.takes])
+        names.append([take.ref.chunk_hash for take in step.ready])
     assert set(names[0]).isdisjoint(names[1])

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
-from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
-from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks, find_store
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, Step, Take
-from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Keying
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, ReadyChunk, Step
+from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
-from lmcache_hs_backend.integrations.vllm.worker import Worker
+from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache
+from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks, find_store
+from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
+from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 pytest.importorskip("lmcache", reason="needs LMCache beside this package")
@@ -37,18 +38,20 @@ class Rig:
         self.engine, self.found, self.chunk = engine, found, found.chunk_size
         self.cache = torch.randn(8, len(LAYERS), self.chunk, HIDDEN).to(torch.bfloat16)
         settings = ConnectorSettings.from_connector({"chunk_size": self.chunk})
-        self.model = Model(NamespaceId(model="m"), Keying("m", "bfloat16"), LAYERS, "{}", {})
-        capture = Capture(settings, self.model, found.tiers, found.allowed)
+        self.model = CapturedModel(NamespaceId(model="m"), KeyFormat("m", "bfloat16"), LAYERS, "{}", {})
+        capture = CaptureSink(settings, self.model, found.tiers, found.allowed)
         self.worker = Worker(HiddenStatesCache(self.cache), capture, None, EngineChunks(found))
 
-    def serve(self, ids: list[int], blocks: list[int], naming: Naming | None = None) -> None:
+    def serve(self, ids: list[int], blocks: list[int], key_inputs: KeyInputs | None = None) -> None:
         """A request that is computed in two steps, and its end."""
-        chunks = ChunkedSequence(self.model.keying, self.chunk)
-        takes = [Take("r", ref, data, [blocks[ref.start // self.chunk]]) for ref, data in chunks.close(ids, len(ids))]
+        chunks = ChunkedSequence(self.model.key_format, self.chunk)
+        ready = [
+            ReadyChunk("r", ref, data, [blocks[ref.start // self.chunk]]) for ref, data in chunks.close(ids, len(ids))
+        ]
         self.worker.wrote_hidden_states()
-        self.worker.after_step(Step(tokens=1, takes=takes[:2], named={} if naming is None else {"r": naming}))
-        self.worker.after_step(Step(tokens=0, takes=takes[2:-1]))
-        self.worker.finish(Finish("r", takes[-1:], chunks.refs, {"request_id": "r"}, None))
+        self.worker.after_step(Step(tokens=1, ready=ready[:2], named={} if key_inputs is None else {"r": key_inputs}))
+        self.worker.after_step(Step(tokens=0, ready=ready[2:-1]))
+        self.worker.finish(Finish("r", ready[-1:], chunks.refs, {"request_id": "r"}, None))
 
     def right(self, blocks: list[int], layer: int) -> torch.Tensor:
         return torch.cat([self.cache[b, LAYERS.index(layer)] for b in blocks]).float()
@@ -89,7 +92,7 @@ def test_a_requests_tags_are_part_of_its_chunks_names(start: Callable[..., Any])
     ids, blocks = list(range(3000, 3000 + 2 * rig.chunk + 7)), [6, 2, 5]
     rig.engine.store_kv(ids)
     rig.engine.store_kv(ids, request_configs=tags)
-    rig.serve(ids, blocks, Naming(tags, None))
+    rig.serve(ids, blocks, KeyInputs(tags, None))
     store = rig.engine.store
     assert store.retrieve_hidden_states(ids, layer_idx=LAYERS[0]) is None
     rows = store.retrieve_hidden_states(ids, layer_idx=LAYERS[0], request_configs=tags)
@@ -103,7 +106,7 @@ def test_chunks_from_an_image_on_are_left_out_because_lmcache_names_them_after_i
     rig = Rig(start())
     ids, blocks = list(range(4000, 4000 + 3 * rig.chunk + 7)), [6, 2, 5, 1]
     rig.engine.store_kv(ids)
-    rig.serve(ids, blocks, Naming(None, rig.chunk + 3))
+    rig.serve(ids, blocks, KeyInputs(None, rig.chunk + 3))
     store = rig.engine.store
     rows = store.retrieve_hidden_states(ids, layer_idx=LAYERS[0])
     assert torch.equal(rows, rig.right(blocks[:1], LAYERS[0]))

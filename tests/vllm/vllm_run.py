@@ -26,7 +26,7 @@ from waiting import wait_until
 
 LAYERS = (2, 15, 27, 30)
 HERE = Path(__file__).resolve().parent
-_MEMORY = {"peak": "VmHWM", "anonymous": "RssAnon", "threads": "Threads"}
+_MEMORY = {"peak": "VmHWM", "anonymous": "RssAnon", "threads": "DaemonThreads"}
 CONNECTOR = "lmcache_hs_backend.integrations.vllm.connector"
 
 
@@ -211,7 +211,7 @@ def memory() -> list[dict[str, Any]]:
 
 
 def prompt_of(given: Any, batches: list[dict[str, Any]]) -> Any:
-    """A prompt as LLM takes it."""
+    """A prompt as LLM ready it."""
     if isinstance(given, str):
         return given
     if isinstance(given, list):
@@ -221,13 +221,13 @@ def prompt_of(given: Any, batches: list[dict[str, Any]]) -> Any:
 
 def figures() -> dict[str, int]:
     """What the connector has counted so far, where the engine runs in this process."""
-    module = sys.modules.get("lmcache_hs_backend.integrations.vllm.messages")
-    workers = [] if module is None else list(module.in_this_process.values())
-    if not workers or workers[0].capture is None:
+    module = sys.modules.get("lmcache_hs_backend.integrations.vllm.protocol")
+    workers = [] if module is None else list(module.workers_here.values())
+    if not workers or workers[0].sink is None:
         return {}
-    capture = workers[0].capture
-    wait_until(lambda: capture.idle)
-    return dict(capture.figures)
+    sink = workers[0].sink
+    wait_until(lambda: sink.idle)
+    return dict(sink.figures)
 
 
 if __name__ == "__main__":

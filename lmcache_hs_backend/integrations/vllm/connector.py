@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_hs_backend.config import ConfigError
-from lmcache_hs_backend.integrations.vllm.compat import (
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, Step, workers_here
+from lmcache_hs_backend.integrations.vllm.scheduler_side.tracker import RequestTracker
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
+from lmcache_hs_backend.integrations.vllm.vllm_api import (
     HiddenStateCacheSpec,
     KVCacheConfig,
     KVConnectorBase_V1,
@@ -25,13 +29,9 @@ from lmcache_hs_backend.integrations.vllm.compat import (
     get_tensor_model_parallel_rank,
     hidden_states_layers,
 )
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Step, in_this_process
-from lmcache_hs_backend.integrations.vllm.scheduler import Scheduler
-from lmcache_hs_backend.integrations.vllm.sequence import Keying
-from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
-    from lmcache_hs_backend.integrations.vllm.worker import Worker
+    from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Worker | None = None
         self._cache: torch.Tensor | None = None
         self._layer_name = ""
-        self._scheduler: Scheduler | None = None
+        self._scheduler: RequestTracker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(
-                self._settings, _keying(vllm_config), self._group, self._block_size, self._hand_over
+            self._scheduler = RequestTracker(
+                self._settings, _key_format(vllm_config), self._group, self._block_size, self._hand_over
             )
 
     # -- beside the model --------------------------------------------------------------------------------
@@ -84,10 +84,10 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Begin. vLLM calls this when every connector has its caches: only then an LMCache beside us has its store."""
         if self._cache is not None:
             # Not at the top: the tiers are not needed in the processes without a model, which load this module too.
-            from lmcache_hs_backend.integrations.vllm.assemble import worker
+            from lmcache_hs_backend.integrations.vllm.worker_side.build import worker
 
-            self._worker = worker(self._vllm_config, self._settings, _keying(self._vllm_config), self._cache)
-            in_this_process[self._kv_transfer_config.engine_id] = self._worker
+            self._worker = worker(self._vllm_config, self._settings, _key_format(self._vllm_config), self._cache)
+            workers_here[self._kv_transfer_config.engine_id] = self._worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -162,7 +162,7 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.step if isinstance(metadata, StepMetadata) else None
 
     def _hand_over(self, finish: Finish) -> bool | None:
-        worker = in_this_process.get(self._kv_transfer_config.engine_id)
+        worker = workers_here.get(self._kv_transfer_config.engine_id)
         return None if worker is None else worker.finish(finish)
 
 
@@ -192,6 +192,6 @@ def _hidden_states_group(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     return found[0], groups[found[0]].kv_cache_spec.block_size
 
 
-def _keying(vllm_config: VllmConfig) -> Keying:
+def _key_format(vllm_config: VllmConfig) -> KeyFormat:
     model = vllm_config.model_config
-    return Keying(model.model, str(model.dtype).removeprefix("torch."))
+    return KeyFormat(model.model, str(model.dtype).removeprefix("torch."))

@@ -14,10 +14,10 @@ from lmcache_hs_backend.chunk import ChunkRef
 
 #: Workers of this process by engine. A scheduler in the same process hands finished requests over at once:
 #: without vLLM's own engine process there is no further step after the last request, which would tell them.
-in_this_process: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+workers_here: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-class Take(NamedTuple):
+class ReadyChunk(NamedTuple):
     """Rows that are final: those of one chunk. ``blocks`` hold tokens ``ref.start`` to ``ref.end``, in order.
 
     No blocks: the rows have been taken before.
@@ -29,7 +29,7 @@ class Take(NamedTuple):
     blocks: list[int]
 
 
-class Naming(NamedTuple):
+class KeyInputs(NamedTuple):
     """What the names that LMCache gives to a request's chunks depend on, beside its tokens."""
 
     configs: dict[str, Any] | None  # the ``lmcache.…`` parameters of the request
@@ -49,7 +49,7 @@ class Finish(NamedTuple):
     """A request has ended. ``refs``: all its chunks, when they go to the tiers; ``record``: see records."""
 
     req_id: str
-    takes: list[Take]
+    ready: list[ReadyChunk]
     refs: list[ChunkRef]
     record: dict[str, Any] | None
     file: RequestFile | None
@@ -66,11 +66,11 @@ class Step:
     """
 
     tokens: int = 0
-    takes: list[Take] = field(default_factory=list)
+    ready: list[ReadyChunk] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
     new_files: dict[str, str] = field(default_factory=dict)
     written: list[tuple[int, bool]] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
-    open_chunks: list[Take] = field(default_factory=list)
-    named: dict[str, Naming] = field(default_factory=dict)
+    open_chunks: list[ReadyChunk] = field(default_factory=list)
+    named: dict[str, KeyInputs] = field(default_factory=dict)
     preempted: bool = False

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
 from lmcache_hs_backend.chunkfile import FileLayer, read_header
 from lmcache_hs_backend.chunkhead import BadChunk, Header
-from lmcache_hs_backend.integrations.vllm.device import HostRows
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Take
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk
 from lmcache_hs_backend.integrations.vllm.records import RecordWriter
-from lmcache_hs_backend.integrations.vllm.sequence import Keying
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
-from lmcache_hs_backend.integrations.vllm.tails import MOST_PARENTS, MOST_RECENT, Tails, shorter
-from lmcache_hs_backend.integrations.vllm.threads import Threads
+from lmcache_hs_backend.integrations.vllm.worker_side.device import HostRows
+from lmcache_hs_backend.integrations.vllm.worker_side.tails import MOST_PARENTS, MOST_RECENT, Tails, shorter
+from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.namespace import NamespaceId, scan_chunks
 
@@ -43,17 +43,17 @@ _STOP_SEC = 1.0  # a thread that only reads, and may hang in the disk, is not wa
 _RECORDS_PER_LOOK = 256
 
 
-class Model(NamedTuple):
+class CapturedModel(NamedTuple):
     """What is captured: who the rows belong to, and the storage slots of the cache's layers, in its order."""
 
     ident: NamespaceId
-    keying: Keying
+    key_format: KeyFormat
     layer_idxs: tuple[int, ...]
     capture: str
     labels: dict[str, object]
 
 
-class Capture:
+class CaptureSink:
     """The tiers of one engine, filled from its requests.
 
     Figures: ``taken`` chunks copied off the device, ``reused`` ones that were stored already, ``lost``
@@ -64,7 +64,7 @@ class Capture:
     def __init__(
         self,
         settings: ConnectorSettings,
-        model: Model,
+        model: CapturedModel,
         store: TieredStore | None = None,
         allowed: Collection[int] | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Capture:
         self.figures: Counter[str] = Counter()
         self._settings = settings
         self._model = model
-        self._tails = Tails(model.keying, settings.chunk_size)
+        self._tails = Tails(model.key_format, settings.chunk_size)
         self._records = RecordWriter(self.store.directory, settings.cold_dir_mode)
         # Guards figures, _tails, _staged, _staged_bytes and _closed; nothing slow happens under it.
         self._lock = threading.Lock()
@@ -100,10 +100,10 @@ class Capture:
         self._in_ram: dict[bytes, None] = {}  # chunks that were not on disk when last seen, oldest first
         if not self.store.wait_recovered(_RECOVERY_SEC):
             logger.warning("%s: not all chunk files are known yet; some may be captured again", self.store.directory)
-        self._thread = Threads(1, "hs-capture", self._chores)
-        self._recalling = Threads(1, "hs-recall")
+        self._thread = DaemonThreads(1, "hs-capture", self._chores)
+        self._tail_loader = DaemonThreads(1, "hs-tails")
         if self._own is not None:  # in an LMCache engine's store tails have LMCache's names, and are LMCache's to drop
-            self._recalling.submit(self._recall)
+            self._tail_loader.submit(self._load_known_tails)
 
     @property
     def store_wait_sec(self) -> float:
@@ -117,7 +117,7 @@ class Capture:
 
     # -- on the engine's thread --------------------------------------------------------------------------
 
-    def wanted(self, take: Take) -> bool:
+    def needs_copy(self, take: ReadyChunk) -> bool:
         """Whether the rows of a chunk have to be copied off the device: nobody has them yet."""
         ref = take.ref
         with self._lock:
@@ -127,7 +127,7 @@ class Capture:
             return False
         return True
 
-    def room(self, nbytes: int, deadline: float) -> bool:
+    def wait_for_capacity(self, nbytes: int, deadline: float) -> bool:
         """Wait until so many more bytes may be on their way, until ``deadline`` (monotonic) at most."""
         limit = self._settings.hot_bytes // _STAGED_PART
         with self._room:
@@ -140,7 +140,7 @@ class Capture:
         self.store.metrics.loss("no_room")
         return False
 
-    def put(self, take: Take, rows: HostRows, deadline: float) -> None:
+    def put(self, take: ReadyChunk, rows: HostRows, deadline: float) -> None:
         """Store a chunk: at once when its rows are there, behind when they are still on their way.
 
         At once waits for room until ``deadline`` (monotonic) at most.
@@ -166,7 +166,7 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether everything that was put here is on disk and recorded."""
-        return self._recalling.idle and self._thread.idle and not self._unrecorded
+        return self._tail_loader.idle and self._thread.idle and not self._unrecorded
 
     def rows(self, refs: Sequence[ChunkRef]) -> dict[int, Any]:
         """The rows of a sequence as far as the tiers have them, native dtype: position of layer → rows.
@@ -189,7 +189,7 @@ class Capture:
         ended = self._thread.close(_DRAIN_SEC)
         if not ended:
             logger.warning("hidden states: %d chunk(s) on their way are lost", len(self._staged))
-        self._recalling.close(_STOP_SEC)
+        self._tail_loader.close(_STOP_SEC)
         self.store.flush(max(0.0, deadline - time.monotonic()))
         if ended:  # else these are the thread's still, and it is stuck in the disk that they would go to
             self._drop_superseded()
@@ -201,7 +201,7 @@ class Capture:
 
     # -- on the capture's thread -------------------------------------------------------------------------
 
-    def _put(self, take: Take, rows: HostRows) -> None:
+    def _put(self, take: ReadyChunk, rows: HostRows) -> None:
         try:
             self._store(take, rows, None)
         finally:
@@ -210,14 +210,14 @@ class Capture:
                 self._room.notify_all()
             self._stored(take)
 
-    def _store(self, take: Take, rows: HostRows, wait_sec: float | None) -> None:
+    def _store(self, take: ReadyChunk, rows: HostRows, wait_sec: float | None) -> None:
         """On any thread."""
         ref = take.ref
         layers = dict(zip(self._layer_idxs, rows.wait(), strict=True))
-        # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
+        # A store ready all token ids of the prompt; of those in front of the chunk it reads none.
         self.store.store([ref], bytes(ref.start * TOKEN_BYTES) + take.ids, layers, ref.start, wait_sec)
 
-    def _stored(self, take: Take) -> None:
+    def _stored(self, take: ReadyChunk) -> None:
         """The tiers have a chunk, or have not taken it."""
         ref = take.ref
         if not self.store.covered([ref.name], self._layer_idxs):
@@ -237,7 +237,7 @@ class Capture:
         if any(self.store.has(tail, self._layer_idxs[0])):
             self._superseded.setdefault(longer, []).append(tail)
 
-    def _longer(self, take: Take) -> str | None:
+    def _longer(self, take: ReadyChunk) -> str | None:
         """The hash of a stored chunk that begins with all tokens of this one and goes on. Any thread."""
         ref = take.ref
         with self._lock:
@@ -247,11 +247,11 @@ class Capture:
         return longer
 
     def _chores(self) -> None:
-        self._leave_ram()
+        self._demote_written()
         self._drop_superseded()
         self._record(final=False)
 
-    def _leave_ram(self) -> None:
+    def _demote_written(self) -> None:
         """Let go of chunks that are on disk by now: they get there in about the order in which they came."""
         done, waiting = [], 0
         for name in self._in_ram:
@@ -293,8 +293,8 @@ class Capture:
     def _successors(self, finish: Finish) -> list[ChunkRef]:
         """The chunks of a request; where a longer one has made its tail superfluous, that one."""
         refs = list(finish.refs)
-        if finish.takes:
-            longer = self._longer(finish.takes[-1])
+        if finish.ready:
+            longer = self._longer(finish.ready[-1])
             if longer is not None:
                 refs[-1] = refs[-1]._replace(chunk_hash=longer, name=self._tails.name(longer))
         return refs
@@ -322,7 +322,7 @@ class Capture:
 
     # -- on a thread of its own -------------------------------------------------------------------------
 
-    def _recall(self) -> None:
+    def _load_known_tails(self) -> None:
         """Learn of the tails of earlier runs, so that they can go when they are outgrown, most recent last.
 
         Which files are tails, their sizes tell: a full chunk's is the largest there is.
@@ -342,9 +342,9 @@ class Capture:
             except (BadChunk, OSError) as error:
                 logger.debug("%s is passed over: %s", os.path.basename(file.path), error)
                 continue
-            self._recalled(header)
+            self._add_known_tail(header)
 
-    def _recalled(self, header: Header) -> None:
+    def _add_known_tail(self, header: Header) -> None:
         meta, ids = header.meta, header.token_ids
         with self._lock:
             longer = self._tails.longer(meta.chunk_hash, meta.parent, ids)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _CHORE_SEC = 0.25
 
 
-class Threads:
+class DaemonThreads:
     """``count`` threads over one queue."""
 
     def __init__(self, count: int, name: str, chore: Callable[[], None] | None = None) -> None:
@@ -41,7 +41,7 @@ class Threads:
         self._queue.put(call)
 
     def close(self, timeout: float) -> bool:
-        """Run what was submitted, then end. False when that takes longer than ``timeout`` seconds."""
+        """Run what was submitted, then end. False when that ready longer than ``timeout`` seconds."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout

@@ -2,7 +2,7 @@
 
 A tail is a chunk shorter than ``chunk_size``: the end of a request. When the conversation goes on, a
 longer chunk with the same parent begins with the same tokens, and the tail holds nothing of its own. This
-module remembers what it takes to name such tails; it neither stores nor deletes anything.
+module remembers what it ready to name such tails; it neither stores nor deletes anything.
 
 A chunk's name follows from its parent and its token ids. So of a tail only its parent and its length have to
 be remembered: whoever has a longer chunk can tell what a tail of that length would be called.
@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, chunk_name
-from lmcache_hs_backend.integrations.vllm.sequence import Keying, chunk_hash
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat, chunk_hash
 
 #: Parents of tails remembered, about 300 bytes each. A tail that is forgotten stays, and is merely not needed.
 MOST_PARENTS = 1 << 17
@@ -28,8 +28,8 @@ _OURS = re.compile(r"(?:[0-9a-f]{32})?")
 class Tails:
     """The tails and the most recent chunks, by their parent. Not thread-safe."""
 
-    def __init__(self, keying: Keying, chunk_size: int) -> None:
-        self._keying = keying
+    def __init__(self, key_format: KeyFormat, chunk_size: int) -> None:
+        self._key_format = key_format
         self._chunk_size = chunk_size
         self._lengths: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # parent → tokens of its tails
         self._recent: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # parent and token ids of a chunk
@@ -73,7 +73,7 @@ class Tails:
 
     def name(self, hash_hex: str) -> bytes:
         """The name of a chunk's file."""
-        return chunk_name(self._keying.key(hash_hex))
+        return chunk_name(self._key_format.key(hash_hex))
 
 
 def shorter(hash_hex: str, parent: str, ids: bytes, lengths: tuple[int, ...]) -> dict[bytes, str]:

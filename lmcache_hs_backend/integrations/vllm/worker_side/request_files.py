@@ -16,40 +16,16 @@ import fcntl
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 
 import torch
-import xxhash
 from safetensors.torch import save_file
 
 from lmcache_hs_backend.chunkfile import temporary_name
-from lmcache_hs_backend.integrations.vllm.threads import Threads
+from lmcache_hs_backend.integrations.vllm.paths import ERROR, LOCK, confined
+from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
-
-LOCK = ".lock"
-ERROR = ".error"
-
-_SAFE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:=-]{0,199}")
-
-
-def default_path(directory: str, req_id: str) -> str:
-    """``<request id>.safetensors``; an id that is no plain file name (clients choose ids) is hashed."""
-    if not _SAFE_ID.fullmatch(req_id):
-        req_id = "request-" + xxhash.xxh3_128_hexdigest(req_id.encode("utf-8", "surrogatepass"))
-    return os.path.join(directory, f"{req_id}.safetensors")
-
-
-def confined(path: object, roots: Sequence[str]) -> bool:
-    """Whether a file may be written at ``path``: absolute, in one of ``roots`` (resolved), nothing else's name."""
-    if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path or path != os.path.normpath(path):
-        return False
-    directory, name = os.path.split(path)
-    if name.startswith(".") or name.endswith((LOCK, ERROR)) or os.path.islink(path) or os.path.isdir(path):
-        return False
-    directory = os.path.realpath(directory)
-    return any(os.path.commonpath([directory, root]) == root for root in roots)
 
 
 class RequestFiles:
@@ -59,7 +35,7 @@ class RequestFiles:
         self._roots = roots
         self._lock = lock
         self._locks: dict[str, int] = {}  # request id → open lock file
-        self._threads = Threads(threads, "hs-files")
+        self._threads = DaemonThreads(threads, "hs-files")
 
     def announce(self, req_id: str, path: str) -> None:
         """The client may soon know the path: hold its lock. Raises nothing that a request could cause."""

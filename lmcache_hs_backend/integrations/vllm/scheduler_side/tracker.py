@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_hs_backend.chunk import ChunkRef
-from lmcache_hs_backend.integrations.vllm.files import confined, default_path
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, RequestFile, Step, Take
-from lmcache_hs_backend.integrations.vllm.sequence import ChunkedSequence, Keying, images_of
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
+from lmcache_hs_backend.integrations.vllm.paths import confined, default_path
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, ReadyChunk, RequestFile, Step
+from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence, images_of
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,17 @@ class _Tracked:
     started: bool = False  # rows have been computed for it
     begins: bool = True  # it got its blocks in this step, for the first time or after a preemption
     end: int = 0  # tokens whose rows are final after the last step
-    taken: Take | None = None  # its open chunk when it was preempted
+    taken: ReadyChunk | None = None  # its open chunk when it was preempted
     path: str = ""
 
 
-class Scheduler:
+class RequestTracker:
     """Follows the requests of one engine."""
 
     def __init__(
         self,
         settings: ConnectorSettings,
-        keying: Keying,
+        key_format: KeyFormat,
         group: int,
         block_size: int,
         hand_over: Callable[[Finish], bool | None],
@@ -56,7 +57,7 @@ class Scheduler:
         needed; None when there is no such worker.
         """
         self._settings = settings
-        self._keying = keying
+        self._key_format = key_format
         self._group = group
         self._block_size = block_size
         self._hand_over = hand_over
@@ -93,7 +94,7 @@ class Scheduler:
         step = Step(tokens=output.total_num_scheduled_tokens, preempted=bool(output.preempted_req_ids))
         step.finished, self._finished = self._finished, []
         for req_id in output.preempted_req_ids or ():
-            self._take_open_chunk(req_id, step)  # before new blocks take the place of those that it has lost
+            self._copy_open_chunk(req_id, step)  # before new blocks take the place of those that it has lost
         self._follow_blocks(output, step)
         for req_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(req_id)
@@ -112,13 +113,13 @@ class Scheduler:
         if tracked.begins:  # it has got blocks, and perhaps another connector's KV in them, but has not run
             computed = 0
         end = min(computed, request.num_tokens - 1)
-        takes: list[Take] = []
+        ready: list[ReadyChunk] = []
         refs: list[ChunkRef] = []
         record = None
         answer: dict[str, Any] = {}
         if tracked.sequence is not None:
-            takes = self._last_takes(tracked, tracked.sequence, end, blocks)
-            refs = tracked.sequence.refs + [take.ref for take in takes if not take.blocks]
+            ready = self._last_chunks(tracked, tracked.sequence, end, blocks)
+            refs = tracked.sequence.refs + [take.ref for take in ready if not take.blocks]
             record = self._record(request, max([end, *(ref.end for ref in refs[-1:])]))
             if refs:
                 answer["hidden_states_last_chunk"] = refs[-1].chunk_hash
@@ -127,7 +128,7 @@ class Scheduler:
         file = self._file(tracked, end, blocks) if tracked.path else None
         if file is not None:
             answer["hidden_states_path"] = file.path
-        finish = Finish(req_id, takes, refs, record, file)
+        finish = Finish(req_id, ready, refs, record, file)
         held = self._hand_over(finish)
         if held is None:
             self._finished.append(finish)
@@ -142,7 +143,7 @@ class Scheduler:
         if beside:
             logger.info("the rows of request %s go to no tier: %s", request.request_id, beside)
             return None
-        return ChunkedSequence(self._keying, self._settings.chunk_size, images_of(request.mm_features))
+        return ChunkedSequence(self._key_format, self._settings.chunk_size, images_of(request.mm_features))
 
     def _follow_blocks(self, output: Any, step: Step) -> None:
         for new in output.scheduled_new_reqs:
@@ -150,9 +151,9 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.blocks = list(new.block_ids[self._group])
-            naming = _naming(tracked.request)
-            if naming is not None:
-                step.named[new.req_id] = naming
+            key_inputs = _key_inputs(tracked.request)
+            if key_inputs is not None:
+                step.named[new.req_id] = key_inputs
             if self._settings.to_files and not tracked.path:  # a resumed request may come as new again
                 tracked.path = step.new_files[new.req_id] = self._path(tracked.request)
         cached = output.scheduled_cached_reqs
@@ -181,25 +182,27 @@ class Scheduler:
         tracked.end = min(end, request.num_tokens)
         if tracked.sequence is not None:
             for ref, ids in tracked.sequence.advance(request.all_token_ids, tracked.end):
-                step.takes.append(Take(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
+                step.ready.append(ReadyChunk(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
 
-    def _take_open_chunk(self, req_id: str, step: Step) -> None:
+    def _copy_open_chunk(self, req_id: str, step: Step) -> None:
         """A request loses its blocks. It may never run again, so the rows that no full chunk has are taken now."""
         tracked = self._tracked.get(req_id)
         if tracked is None or tracked.sequence is None or tracked.end <= tracked.sequence.end:
             return
         ref, ids = tracked.sequence.open_chunk(tracked.request.all_token_ids, tracked.end)
-        step.open_chunks.append(Take(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
+        step.open_chunks.append(ReadyChunk(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
         tracked.taken = step.open_chunks[-1]._replace(blocks=[])
 
-    def _last_takes(self, tracked: _Tracked, sequence: ChunkedSequence, end: int, blocks: Sequence[int]) -> list[Take]:
+    def _last_chunks(
+        self, tracked: _Tracked, sequence: ChunkedSequence, end: int, blocks: Sequence[int]
+    ) -> list[ReadyChunk]:
         """What is left of a request that has ended after ``end`` tokens, which lie in ``blocks``."""
         end, taken = max(end, sequence.end), tracked.taken
         if taken is not None and taken.ref.end > end:  # it has not run, or not far enough, since it was preempted
             return [taken]
         req_id = tracked.request.request_id
         return [
-            Take(req_id, ref, ids, self._blocks(blocks, ref.start, ref.end))
+            ReadyChunk(req_id, ref, ids, self._blocks(blocks, ref.start, ref.end))
             for ref, ids in sequence.close(tracked.request.all_token_ids, end)
         ]
 
@@ -262,11 +265,11 @@ def _beside_tokens(request: Any) -> str:
     return ""
 
 
-def _naming(request: Any) -> Naming | None:
+def _key_inputs(request: Any) -> KeyInputs | None:
     """None when LMCache names the chunks of a request by its tokens alone."""
     params = request.kv_transfer_params or {}
     configs = {key: value for key, value in params.items() if isinstance(key, str) and key.startswith("lmcache.")}
     images = images_of(request.mm_features)
     if not configs and not images:
         return None
-    return Naming(configs or None, min((image.start for image in images), default=None))
+    return KeyInputs(configs or None, min((image.start for image in images), default=None))

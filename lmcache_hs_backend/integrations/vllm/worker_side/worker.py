@@ -2,7 +2,7 @@
 
 It runs on the engine's thread of the process that has the device, and only on the tensor-parallel rank
 that writes (rank 0; all ranks have the same rows). Every step tells it which rows have become final, and
-it takes them between two forwards. What it never does is file I/O; for room it waits
+it ready them between two forwards. What it never does is file I/O; for room it waits
 ``store_wait_ms`` at most.
 
 Rows are read only where a forward has written them. Two things leave blocks of the cache without: KV that
@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 import torch
 
-from lmcache_hs_backend.integrations.vllm.capture import Capture
-from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache, HostRows
-from lmcache_hs_backend.integrations.vllm.files import RequestFiles
-from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks
-from lmcache_hs_backend.integrations.vllm.messages import Finish, RequestFile, Step, Take
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk, RequestFile, Step
+from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache, HostRows
+from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks
+from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.worker_side.sink import CaptureSink
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class Worker:
     def __init__(
         self,
         cache: HiddenStatesCache,
-        capture: Capture | None,
+        sink: CaptureSink | None,
         files: RequestFiles | None,
         engine: EngineChunks | None = None,
     ) -> None:
-        """``engine``: the capture's store is an LMCache engine's, whose names chunks get."""
-        self.capture = capture
+        """``engine``: the sink's store is an LMCache engine's, whose names chunks get."""
+        self.sink = sink
         self._engine = engine
         self._cache = cache
         self._files = files
@@ -78,12 +78,12 @@ class Worker:
     def after_step(self, step: Step) -> None:
         """The rows of a step are in the cache: take what has become final."""
         self._begin()
-        self._heed(step)
-        takes = step.takes
+        self._update_unwritten_blocks(step)
+        ready = step.ready
         if self._engine is not None:
             self._engine.name(step.named)
-            takes = self._engine.takes(takes)
-        for take in takes:
+            ready = self._engine.ready(ready)
+        for take in ready:
             self._take(take)
         self._wrote = False
 
@@ -92,14 +92,14 @@ class Worker:
         self._begin()
         if self._engine is not None:
             finish = self._engine.finish(finish)
-        for take in finish.takes:
+        for take in finish.ready:
             if take.blocks:
                 self._take(take)
         if finish.file is not None and self._files is not None:
             self._write_file(finish, finish.file, self._files)
-        if self.capture is not None:
-            self.capture.finished(finish)
-        self._forget_arrived(finish.req_id)
+        if self.sink is not None:
+            self.sink.finished(finish)
+        self._drop_arrived_copies(finish.req_id)
         if finish.req_id not in self._copies:
             return False
         self._ended.add(finish.req_id)
@@ -112,7 +112,7 @@ class Worker:
     def reported(self) -> set[str]:
         """Finished requests whose blocks may be freed now; each is reported once."""
         for req_id in list(self._copies):
-            self._forget_arrived(req_id)
+            self._drop_arrived_copies(req_id)
         done = {req_id for req_id in self._ended if req_id not in self._copies}
         self._ended -= done
         return done
@@ -123,17 +123,17 @@ class Worker:
             if not self._files.close(_FILES_CLOSE_SEC):
                 logger.warning("hidden states: not all files are written")
             self._files = None
-        if self.capture is not None:
-            self.capture.close()
+        if self.sink is not None:
+            self.sink.close()
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """vLLM has called: so long it may have to wait for room in all, however many chunks there are."""
-        if self.capture is not None:
-            self._deadline = time.monotonic() + self.capture.store_wait_sec
+        if self.sink is not None:
+            self._deadline = time.monotonic() + self.sink.store_wait_sec
 
-    def _heed(self, step: Step) -> None:
+    def _update_unwritten_blocks(self, step: Step) -> None:
         """Keep the account of blocks that have no rows."""
         self._unwritten.update(step.foreign)
         if not step.tokens:
@@ -150,19 +150,19 @@ class Worker:
                 step.tokens,
             )
 
-    def _take(self, take: Take) -> None:
-        capture = self.capture
-        if capture is None or not capture.wanted(take):
+    def _take(self, take: ReadyChunk) -> None:
+        sink = self.sink
+        if sink is None or not sink.needs_copy(take):
             return
         if not self._unwritten.isdisjoint(take.blocks):
-            capture.count("not_computed")
+            sink.count("not_computed")
             return
         num_tokens = take.ref.num_tokens
-        nbytes = num_tokens * len(capture.positions) * self._cache.hidden_dim * self._cache.dtype.itemsize
-        if capture.room(nbytes, self._deadline):
-            rows = self._cache.layers(take.blocks, take.ref.start, num_tokens, capture.positions)
-            self._remember(take.req_id, rows)
-            capture.put(take, rows, self._deadline)
+        nbytes = num_tokens * len(sink.positions) * self._cache.hidden_dim * self._cache.dtype.itemsize
+        if sink.wait_for_capacity(nbytes, self._deadline):
+            rows = self._cache.layers(take.blocks, take.ref.start, num_tokens, sink.positions)
+            self._track_copy(take.req_id, rows)
+            sink.put(take, rows, self._deadline)
 
     def _write_file(self, finish: Finish, file: RequestFile, files: RequestFiles) -> None:
         if file.problem is not None:
@@ -172,7 +172,7 @@ class Worker:
         source: Callable[[], torch.Tensor]
         if self._unwritten.isdisjoint(file.blocks):
             rows = self._cache.tokens(file.blocks, num_tokens)
-            self._remember(finish.req_id, rows)
+            self._track_copy(finish.req_id, rows)
             source = lambda: rows.wait()[0]  # noqa: E731 - two sources of one type
         else:
             source = lambda: self._from_tiers(finish, num_tokens)  # noqa: E731
@@ -180,7 +180,7 @@ class Worker:
 
     def _from_tiers(self, finish: Finish, num_tokens: int) -> torch.Tensor:
         """Rows that this engine has not computed. Raises LookupError when the tiers do not have them all."""
-        found = self.capture.rows(finish.refs) if self.capture is not None else {}
+        found = self.sink.rows(finish.refs) if self.sink is not None else {}
         have = min(rows.shape[0] for rows in found.values()) if len(found) == self._cache.num_layers else 0
         if have < num_tokens:
             raise LookupError(
@@ -189,11 +189,11 @@ class Worker:
             )
         return torch.stack([found[layer][:num_tokens] for layer in range(self._cache.num_layers)], dim=1)
 
-    def _remember(self, req_id: str, rows: HostRows) -> None:
+    def _track_copy(self, req_id: str, rows: HostRows) -> None:
         if rows.arrived is not None:
             self._copies.setdefault(req_id, []).append(rows.arrived)
 
-    def _forget_arrived(self, req_id: str) -> None:
+    def _drop_arrived_copies(self, req_id: str) -> None:
         under_way = [e for e in self._copies.get(req_id, ()) if not e.query()]  # type: ignore[no-untyped-call]
         if under_way:
             self._copies[req_id] = under_way

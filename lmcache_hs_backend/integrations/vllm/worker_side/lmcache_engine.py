@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
-from lmcache_hs_backend.integrations.vllm.messages import Finish, Naming, Take
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, ReadyChunk
 from lmcache_hs_backend.tiered import TieredStore
 
 
@@ -22,7 +22,7 @@ class EngineStore(NamedTuple):
 
     store: Any
     chunk_size: int
-    allowed: frozenset[int] | None  # the only layers that it takes; None: all
+    allowed: frozenset[int] | None  # the only layers that it ready; None: all
 
     @property
     def tiers(self) -> TieredStore:
@@ -47,10 +47,10 @@ def find_store(connectors: Iterable[Any]) -> EngineStore | None:
 class _Named:
     """A request: its token ids so far, its chunks, and what names them beside tokens."""
 
-    def __init__(self, naming: Naming) -> None:
+    def __init__(self, key_inputs: KeyInputs) -> None:
         self.ids = bytearray()
         self.refs: list[ChunkRef] = []
-        self.naming = naming
+        self.key_inputs = key_inputs
 
 
 class EngineChunks:
@@ -64,19 +64,19 @@ class EngineChunks:
         self._store = store.store
         self._requests: dict[str, _Named] = {}
 
-    def name(self, namings: Mapping[str, Naming]) -> None:
+    def name(self, inputs: Mapping[str, KeyInputs]) -> None:
         """Requests whose chunks are named after more than their tokens. Before their first chunk."""
-        for req_id, naming in namings.items():
-            self._requests.setdefault(req_id, _Named(naming))
+        for req_id, key_inputs in inputs.items():
+            self._requests.setdefault(req_id, _Named(key_inputs))
 
-    def takes(self, takes: Sequence[Take]) -> list[Take]:
+    def ready(self, ready: Sequence[ReadyChunk]) -> list[ReadyChunk]:
         """The same chunks under LMCache's names. Those of a request must come in order, from its first on."""
-        by_request: dict[str, list[Take]] = {}
-        for take in takes:
+        by_request: dict[str, list[ReadyChunk]] = {}
+        for take in ready:
             by_request.setdefault(take.req_id, []).append(take)
         renamed = []
         for req_id, group in by_request.items():
-            request = self._requests.setdefault(req_id, _Named(Naming(None, None)))
+            request = self._requests.setdefault(req_id, _Named(KeyInputs(None, None)))
             for take in group:
                 request.ids += take.ids
             found = self._renamed(group, request, bytes(request.ids))
@@ -84,30 +84,30 @@ class EngineChunks:
             renamed += found
         return renamed
 
-    def open_chunks(self, takes: Sequence[Take]) -> list[Take]:
+    def open_chunks(self, ready: Sequence[ReadyChunk]) -> list[ReadyChunk]:
         """Chunks of requests that may go on: nothing is remembered of them."""
         renamed = []
-        for take in takes:
-            request = self._requests.get(take.req_id) or _Named(Naming(None, None))
+        for take in ready:
+            request = self._requests.get(take.req_id) or _Named(KeyInputs(None, None))
             renamed += self._renamed([take], request, bytes(request.ids) + take.ids)
         return renamed
 
     def finish(self, finish: Finish) -> Finish:
         """The end of a request under LMCache's names; its chunks are forgotten here."""
-        takes = self.takes(finish.takes)
+        ready = self.ready(finish.ready)
         request = self._requests.pop(finish.req_id, None)
-        return finish._replace(takes=takes, refs=[] if request is None else request.refs)
+        return finish._replace(ready=ready, refs=[] if request is None else request.refs)
 
-    def _renamed(self, takes: Sequence[Take], request: _Named, ids: bytes) -> list[Take]:
-        """``ids``: the token ids of the request as far as the last of its ``takes``."""
-        naming = request.naming
-        refs = self._store.refs(array("q", ids).tolist(), ids, naming.configs)
+    def _renamed(self, ready: Sequence[ReadyChunk], request: _Named, ids: bytes) -> list[ReadyChunk]:
+        """``ids``: the token ids of the request as far as the last of its ``ready``."""
+        key_inputs = request.key_inputs
+        refs = self._store.refs(array("q", ids).tolist(), ids, key_inputs.configs)
         theirs = {(ref.start, ref.end): ref for ref in refs}
         renamed = []
-        for take in takes:
+        for take in ready:
             ref = theirs.get((take.ref.start, take.ref.end))
             if ref is None or len(take.ids) != ref.num_tokens * TOKEN_BYTES:
                 continue
-            if naming.first_image is None or ref.end <= naming.first_image:
+            if key_inputs.first_image is None or ref.end <= key_inputs.first_image:
                 renamed.append(take._replace(ref=ref))
         return renamed

@@ -13,33 +13,33 @@ import weakref
 import torch
 
 from lmcache_hs_backend.config import ConfigError
-from lmcache_hs_backend.integrations.vllm.capture import Capture, Model
-from lmcache_hs_backend.integrations.vllm.compat import VLLM_VERSION, VllmConfig, get_kv_transfer_group
-from lmcache_hs_backend.integrations.vllm.device import HiddenStatesCache
-from lmcache_hs_backend.integrations.vllm.files import RequestFiles
-from lmcache_hs_backend.integrations.vllm.lmcache_engine import EngineChunks, find_store
-from lmcache_hs_backend.integrations.vllm.sequence import HASH_ALGORITHM, Keying
+from lmcache_hs_backend.integrations.vllm.naming import HASH_ALGORITHM, KeyFormat
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
-from lmcache_hs_backend.integrations.vllm.worker import Worker
+from lmcache_hs_backend.integrations.vllm.vllm_api import VLLM_VERSION, VllmConfig, get_kv_transfer_group
+from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache
+from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks, find_store
+from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
+from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
 
 logger = logging.getLogger(__name__)
 
 
-def worker(vllm_config: VllmConfig, settings: ConnectorSettings, keying: Keying, caches: torch.Tensor) -> Worker:
+def worker(vllm_config: VllmConfig, settings: ConnectorSettings, key_format: KeyFormat, caches: torch.Tensor) -> Worker:
     """The worker's half over vLLM's cache of hidden states ``[num_blocks, num_layers, block_size, hidden_dim]``.
 
     Raises ConfigError for settings that do not go together.
     """
     cache = HiddenStatesCache(caches)
-    capture, engine, files = None, None, None
+    sink, engine, files = None, None, None
     if settings.to_tiers:
-        capture, engine = _capture(settings, _model(vllm_config, settings, keying, cache))
+        sink, engine = _sink(settings, _model(vllm_config, settings, key_format, cache))
     if settings.to_files:
         files = RequestFiles(settings.save_roots, settings.num_writer_threads, lock=settings.use_synchronization_lock)
-    made = Worker(cache, capture, files, engine)
+    made = Worker(cache, sink, files, engine)
     atexit.register(_close, weakref.ref(made))  # vLLM's engine in this process ends without a word
-    places = [f"chunks in {capture.store.directory}"] if capture else []
+    places = [f"chunks in {sink.store.directory}"] if sink else []
     places += [f"files in {settings.shared_storage_path}"] if files else []
     logger.info("hidden states of layers %s go to %s", _layer_ids(vllm_config), " and ".join(places))
     return made
@@ -51,10 +51,10 @@ def _close(made: weakref.ref[Worker]) -> None:
         alive.close()
 
 
-def _capture(settings: ConnectorSettings, model: Model) -> tuple[Capture, EngineChunks | None]:
+def _sink(settings: ConnectorSettings, model: CapturedModel) -> tuple[CaptureSink, EngineChunks | None]:
     store = find_store(getattr(get_kv_transfer_group(), "sub_connectors", ()))
     if store is None:
-        return Capture(settings, model), None
+        return CaptureSink(settings, model), None
     if store.chunk_size != settings.chunk_size:
         raise ConfigError(
             f"{label('chunk_size')} is {settings.chunk_size}, but must be {store.chunk_size} as in LMCache, "
@@ -65,7 +65,7 @@ def _capture(settings: ConnectorSettings, model: Model) -> tuple[Capture, Engine
             f"hidden_state_layers of LMCache, whose hidden-state store is used, is {sorted(store.allowed)}, but must "
             f"name at least one of the layers {model.layer_idxs}"
         )
-    return Capture(settings, model, store.tiers, store.allowed), EngineChunks(store)
+    return CaptureSink(settings, model, store.tiers, store.allowed), EngineChunks(store)
 
 
 def _layer_ids(vllm_config: VllmConfig) -> tuple[int, ...]:
@@ -74,7 +74,9 @@ def _layer_ids(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(sorted(set(config.eagle_aux_hidden_state_layer_ids)))
 
 
-def _model(vllm_config: VllmConfig, settings: ConnectorSettings, keying: Keying, cache: HiddenStatesCache) -> Model:
+def _model(
+    vllm_config: VllmConfig, settings: ConnectorSettings, key_format: KeyFormat, cache: HiddenStatesCache
+) -> CapturedModel:
     model = vllm_config.model_config
     layer_ids = _layer_ids(vllm_config)
     if len(layer_ids) != cache.num_layers:
@@ -84,7 +86,7 @@ def _model(vllm_config: VllmConfig, settings: ConnectorSettings, keying: Keying,
     ident = NamespaceId(
         model=model.model,
         model_revision=(model.revision or local_model_revision(model.model)) if revision is None else revision,
-        kv_dtype=keying.dtype,
+        kv_dtype=key_format.dtype,
         chunk_size=settings.chunk_size,
         hash_algorithm=HASH_ALGORITHM,
     )
@@ -103,4 +105,4 @@ def _model(vllm_config: VllmConfig, settings: ConnectorSettings, keying: Keying,
         "role": "vllm",
         "served_model_name": served if isinstance(served, str) else (served or [""])[0],
     }
-    return Model(ident, keying, layer_ids, json.dumps(capture), labels)
+    return CapturedModel(ident, key_format, layer_ids, json.dumps(capture), labels)

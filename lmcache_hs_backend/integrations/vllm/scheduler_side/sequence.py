@@ -1,8 +1,4 @@
-"""The chunks of one growing sequence, named without LMCache.
-
-A chunk's hash is xxh3_128 over its parent's hash and its token ids (int64), so it depends on every token
-before it, and equal prefixes get equal names in any process and at any time. It imports no vLLM.
-"""
+"""The chunks of one growing sequence. It only cuts and names them, and imports no vLLM."""
 
 from __future__ import annotations
 
@@ -13,26 +9,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lmcache_hs_backend.chunk import ChunkRef, chunk_name
-
-HASH_ALGORITHM = "xxh3_128 of the parent's hash and int64 token ids"
-
-
-def chunk_hash(parent: str, ids: bytes, extra: str = "") -> str:
-    """The hash of a chunk in hex. ``parent`` is its predecessor's, empty for the first one of a sequence.
-
-    ``extra`` stands for what the rows depend on beside token ids: the images under the placeholders.
-    """
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(parent) + ids + extra.encode())
-
-
-class Keying(NamedTuple):
-    """How a chunk hash becomes a full key, in the form of LMCache's."""
-
-    model: str
-    dtype: str
-
-    def key(self, hash_hex: str) -> str:
-        return f"{self.model}@1@0@{hash_hex}@{self.dtype}"
+from lmcache_hs_backend.integrations.vllm.naming import KeyFormat, chunk_hash
 
 
 class Image(NamedTuple):
@@ -46,9 +23,9 @@ class Image(NamedTuple):
 class ChunkedSequence:
     """Cuts a sequence into chunks as its tokens become known."""
 
-    def __init__(self, keying: Keying, chunk_size: int, images: Iterable[Image] = ()) -> None:
+    def __init__(self, key_format: KeyFormat, chunk_size: int, images: Iterable[Image] = ()) -> None:
         self.refs: list[ChunkRef] = []
-        self._keying = keying
+        self._key_format = key_format
         self._chunk_size = chunk_size
         self.images = sorted(images, key=lambda image: image.start)
         self._digest = xxhash.xxh3_128()
@@ -88,7 +65,7 @@ class ChunkedSequence:
         ids = array("q", token_ids[start:end]).tobytes()
         digest.update(ids)
         hash_hex = chunk_hash(self._parent, ids, self._extra(start, end))
-        key = self._keying.key(hash_hex)
+        key = self._key_format.key(hash_hex)
         return ChunkRef(chunk_name(key), start, end, digest.digest(), key, hash_hex, self._parent, None), ids
 
     def _extra(self, start: int, end: int) -> str:

@@ -1,0 +1,1 @@
+"""The connector's half beside the model: from vLLM's cache of hidden states to the tiers, files and records."""
