@@ -7,19 +7,16 @@ The stores are built the way LMCache builds them, from a config, through the tes
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 import torch
-from engines import ChunkedTokenDatabase, Engine, HiddenStateStore, make_config, make_metadata
-from waiting import wait_until
 
 from benchmarks.figures import WrongRows
 from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.integrations.lmcache.store import TieredHiddenStateStore
+from tests.support.engines import ChunkedTokenDatabase, Engine, HiddenStateStore, make_config, make_metadata
+from tests.support.waiting import wait_until
 
 __all__ = [
     "LAZY",

@@ -59,7 +59,7 @@ def main() -> int:
     args = parser.parse_args()
     cold = args.directory / f"cold-{args.chunks}"
     if not (cold / "complete").exists():
-        maker = [sys.executable, ROOT / "tests" / "cold_paths.py", cold, "--chunks", str(args.chunks)]
+        maker = [sys.executable, "-m", "tests.support.cold_paths", cold, "--chunks", str(args.chunks)]
         subprocess.run(maker, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         (cold / "complete").touch()
     good = True

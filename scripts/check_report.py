@@ -23,12 +23,8 @@ from typing import Any
 import torch
 from playwright.sync_api import Browser, Page, sync_playwright
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from cold_paths import CHUNK, add_prompt, file_bytes, namespace, tokens_of  # noqa: E402
-
-from lmcache_hs_backend import chunkfile  # noqa: E402
+from lmcache_hs_backend import chunkfile
+from tests.support.cold_paths import CHUNK, add_prompt, file_bytes, namespace, tokens_of
 
 PROGRAM = str(Path(sys.executable).parent / "lmcache-hs-inspect")
 THINKER, TALKER = "org/thinker-8b", "org/talker-1b"

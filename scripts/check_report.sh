@@ -47,4 +47,5 @@ if [ -z "$browser" ]; then
     browser=$(find "$dir/browsers" -type f -name chrome -perm -u+x | head -n 1)
 fi
 
-exec "$venv/bin/python" "$root/scripts/check_report.py" "$dir" --browser "$browser" --pictures "$root/docs/images"
+cd "$root"
+exec "$venv/bin/python" -m scripts.check_report "$dir" --browser "$browser" --pictures "$root/docs/images"

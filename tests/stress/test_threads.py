@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK, Engine, make_config
-from figures import tell
-from waiting import wait_until
+
+from tests.support.engines import CHUNK, Engine, make_config
+from tests.support.figures import tell
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

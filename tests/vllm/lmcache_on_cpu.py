@@ -18,7 +18,8 @@ class LMCacheOnCpu(LMCacheConnectorV1):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Not at the top: vLLM on a CPU looks into every module that is there when it starts, and trips over LMCache's.
         import lmcache.v1.gpu_connector
-        from lmcache_paged_cpu import create
+
+        from tests.vllm.lmcache_paged_cpu import create
 
         lmcache.v1.gpu_connector.CreateGPUConnector = create
         super().__init__(*args, **kwargs)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm_run import LAYERS
-from waiting import wait_until
+
+from tests.support.waiting import wait_until
+from tests.vllm.vllm_run import LAYERS
 
 
 def engine() -> Any:

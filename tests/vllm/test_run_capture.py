@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import yaml
-from english import different
-from reference import ColdPath, HuggingFace, relative_error
 from transformers import AutoTokenizer
-from vllm_run import LAYERS, environment
-from waiting import wait_until
+
+from tests.support.waiting import wait_until
+from tests.vllm.english import different
+from tests.vllm.reference import ColdPath, HuggingFace, relative_error
+from tests.vllm.vllm_run import LAYERS, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 12

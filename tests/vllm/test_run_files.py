@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from english import different
-from reference import ColdPath, HuggingFace, relative_error
 from safetensors.torch import load_file
-from vllm_run import LAYERS, run
+
+from tests.vllm.english import different
+from tests.vllm.reference import ColdPath, HuggingFace, relative_error
+from tests.vllm.vllm_run import LAYERS, run
 
 
 @pytest.fixture(scope="module")

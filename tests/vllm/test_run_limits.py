@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from english import different
-from reference import ColdPath, HuggingFace
 from safetensors.torch import load_file
-from vllm_run import LAYERS, run
+
+from tests.vllm.english import different
+from tests.vllm.reference import ColdPath, HuggingFace
+from tests.vllm.vllm_run import LAYERS, run
 
 CHUNK = 16
 EARLY = LAYERS[:3]
@@ -81,7 +82,7 @@ def test_rows_whose_kv_another_connector_brought_are_marked_or_come_from_the_tie
     first, second = different(2)
     pretend, common = {"pretend": True}, {"sampling": {"max_tokens": 2, "ignore_eos": True}}
     llm = {"model": model_dir, "block_size": 32}
-    spec = {"llm": llm, "beside": ["pretend_loader", "PretendLoader"]}
+    spec = {"llm": llm, "beside": ["tests.vllm.pretend_loader", "PretendLoader"]}
     connector = settings(tmp_path, emit="both", shared_storage_path=str(tmp_path / "files"))
     result = run(
         tmp_path,

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from english import different
-from reference import ColdPath, HuggingFace, relative_error
 from safetensors import safe_open
-from vllm_run import LAYERS, environment, run
+
+from tests.vllm.english import different
+from tests.vllm.reference import ColdPath, HuggingFace, relative_error
+from tests.vllm.vllm_run import LAYERS, environment, run
 
 #: Where scripts/test_vllm.sh has put LMCache: beside vLLM's environment, because the connector must run without.
 LMCACHE = os.environ.get("HS_VLLM_LMCACHE", "")
@@ -39,7 +40,7 @@ def lmcache_run(
     (directory / "lmcache.yaml").write_text(yaml.safe_dump(config))
     spec = {
         "llm": {"model": model, "max_model_len": 1024, "block_size": CHUNK},
-        "beside": ["lmcache_on_cpu", "LMCacheOnCpu"],
+        "beside": ["tests.vllm.lmcache_on_cpu", "LMCacheOnCpu"],
         "beside_last": last,
         "connector": {"cold_path": str(directory / "own"), "chunk_size": CHUNK, "hot_size": 0.0625, "max_cold_size": 1},
         "batches": batches,
@@ -60,11 +61,16 @@ def test_rows_lie_in_the_engines_store_under_its_keys_and_leave_with_their_kv(
         tmp_path,
         model_dir,
         [
-            {"prompts": prompts[:3], "sampling": short, "probe": ["lmcache_probe", "look"]},
+            {"prompts": prompts[:3], "sampling": short, "probe": ["tests.vllm.lmcache_probe", "look"]},
             # vLLM has forgotten them, so their KV comes from LMCache and no forward computes those rows.
-            {"prompts": prompts[:3], "sampling": short, "reset": True, "probe": ["lmcache_probe", "look"]},
-            {"prompts": prompts[3:], "sampling": short, "kv": tags, "probe": ["lmcache_probe", "look_for_tagged"]},
-            {"prompts": prompts[:1], "sampling": short, "probe": ["lmcache_probe", "forget"]},
+            {"prompts": prompts[:3], "sampling": short, "reset": True, "probe": ["tests.vllm.lmcache_probe", "look"]},
+            {
+                "prompts": prompts[3:],
+                "sampling": short,
+                "kv": tags,
+                "probe": ["tests.vllm.lmcache_probe", "look_for_tagged"],
+            },
+            {"prompts": prompts[:1], "sampling": short, "probe": ["tests.vllm.lmcache_probe", "forget"]},
         ],
         last=True,
     )

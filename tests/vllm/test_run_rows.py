@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from english import different, sharing
-from reference import ColdPath, HuggingFace, relative_error
-from vllm_run import LAYERS, run
+
+from tests.vllm.english import different, sharing
+from tests.vllm.reference import ColdPath, HuggingFace, relative_error
+from tests.vllm.vllm_run import LAYERS, run
 
 CHUNK = 64
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from english import different
-from reference import ColdPath, HuggingFace
 from safetensors.torch import load_file
-from vllm_run import CONNECTOR, LAYERS, environment, run
-from waiting import wait_until
+
+from tests.support.waiting import wait_until
+from tests.vllm.english import different
+from tests.vllm.reference import ColdPath, HuggingFace
+from tests.vllm.vllm_run import CONNECTOR, LAYERS, environment, run
 
 MODEL = "smollm2"
 
@@ -198,7 +199,7 @@ def test_a_server_that_is_killed_in_the_middle_leaves_nothing_wrong_and_its_succ
     (tmp_path / "spec").write_text(json.dumps({**spec, "out": str(tmp_path / "none")}))
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("vllm_run.py")), str(tmp_path / "spec")],
+            [sys.executable, "-m", "tests.vllm.vllm_run", str(tmp_path / "spec")],
             stdout=log, stderr=subprocess.STDOUT, env=environment(True), start_new_session=True,
         )  # fmt: skip
     try:

@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import ColdPath
 from safetensors.torch import load_file
-from waiting import wait_until
 
 from lmcache_hs_backend.chunk import chunk_name, prefix_digests
 from lmcache_hs_backend.config import ConfigError
@@ -36,6 +34,8 @@ from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel,
 from lmcache_hs_backend.integrations.vllm.worker_side.tails import Tails, shorter
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 from lmcache_hs_backend.tiers.namespace import NamespaceId
+from tests.support.waiting import wait_until
+from tests.vllm.reference import ColdPath
 
 KEY_FORMAT = KeyFormat("model", "bfloat16")
 CHUNK, BLOCK, LAYERS, HIDDEN = 16, 8, (2, 5), 32

@@ -1,6 +1,6 @@
 """Runs vLLM once, in this process, as a JSON file says, and writes down what came out.
 
-    python vllm_run.py run.json
+    python -m tests.vllm.vllm_run run.json
 
 ``run``: ``llm`` (arguments of LLM), ``connector`` (its extra config, or null for vLLM's example connector on
 CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours;
@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from waiting import wait_until
+from tests.support.waiting import wait_until
 
 LAYERS = (2, 15, 27, 30)
-HERE = Path(__file__).resolve().parent
-_MEMORY = {"peak": "VmHWM", "anonymous": "RssAnon", "threads": "DaemonThreads"}
+ROOT = Path(__file__).resolve().parents[2]
+_MEMORY = {"peak": "VmHWM", "anonymous": "RssAnon", "threads": "Threads"}
 CONNECTOR = "lmcache_hs_backend.integrations.vllm.connector"
 
 
@@ -43,7 +43,7 @@ def run(
     paths["spec"].write_text(json.dumps({**spec, "out": str(paths["out"])}))
     with open(paths["log"], "w") as log:
         done = subprocess.run(
-            [sys.executable, str(HERE / "vllm_run.py"), str(paths["spec"])],
+            [sys.executable, "-m", "tests.vllm.vllm_run", str(paths["spec"])],
             stdout=log, stderr=subprocess.STDOUT, timeout=timeout, check=False,
             env={**environment(own_process), **(environ or {})},
         )  # fmt: skip
@@ -54,9 +54,7 @@ def run(
 
 def environment(own_process: bool) -> dict[str, str]:
     """The environment of a vLLM process on a CPU."""
-    path = os.pathsep.join(
-        [str(HERE), str(HERE.parent), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         **os.environ,
@@ -75,13 +73,13 @@ def llm_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": spec["connector"],
     }
-    example = {**connector, "kv_connector": "ExampleOnCpu", "kv_connector_module_path": "example_on_cpu"}
+    example = {**connector, "kv_connector": "ExampleOnCpu", "kv_connector_module_path": "tests.vllm.example_on_cpu"}
     example["kv_connector_extra_config"] = {"shared_storage_path": spec.get("storage")}
     if spec["connector"] is None:
         connector = example
     elif spec.get("in_turn"):
         both = {"kv_connector_extra_config": {"connectors": [connector, example]}}
-        connector = {**example, **both, "kv_connector": "InTurn", "kv_connector_module_path": "in_turn"}
+        connector = {**example, **both, "kv_connector": "InTurn", "kv_connector_module_path": "tests.vllm.in_turn"}
     if "beside" in spec:
         module, name = spec["beside"]
         other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}

@@ -1,0 +1,108 @@
+"""An output disk that is really full, at a row or at the end: a clear error, nothing half-written, and --resume."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_hs_backend.cli.extract import main
+from lmcache_hs_backend.dataset.journal import Journal
+from tests.support.dataset_capture import HIDDEN, Writer, ids_of, rows_of, save_norm
+
+PROMPTS = [ids_of(60, seed=seed) for seed in range(12)]
+FORMATS = ["speculators", "specforge", "modelopt", "deepspec"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {result.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.fixture
+def stored(cold_path: Path) -> Path:
+    with Writer(cold_path) as writer:
+        for ids in PROMPTS:
+            writer.put(ids, make=lambda ids, slot: rows_of(ids, slot).repeat(1, 8))
+    return cold_path
+
+
+class Plenty:
+    """What a disk said it had before somebody else took it."""
+
+    free = 1 << 40
+
+
+def fill(disk: Path) -> None:
+    """Take every byte that is left."""
+    fd = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left"):
+        write_on(fd)
+    os.close(fd)
+
+
+def write_on(fd: int) -> None:
+    while True:
+        os.write(fd, b"\0" * 4096)
+
+
+def after(count: int, then: Callable[[], None]) -> Callable[[Journal, Any], None]:
+    """``Journal.append`` that does something when it has been called so often."""
+    append, calls = Journal.append, []
+
+    def wrapped(self: Journal, result: Any) -> None:
+        append(self, result)
+        calls.append(result)
+        if len(calls) == count:
+            then()
+
+    return wrapped
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("samples", [0, 3, len(PROMPTS)], ids=["at the plan", "at a row", "at the end"])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_disk_that_fills_up_is_an_error_and_resume_ends_with_the_same_bytes(
+    stored: Path, disk: Path, tmp_path: Path, format_: str, samples: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(save_norm(tmp_path / "model", hidden=8 * HIDDEN))
+    options = ["--format", format_, "--final-norm", model, "--workers", "1", "-q"]
+    assert main([str(stored), "--out", str(tmp_path / "unbroken"), *options]) == 0
+    unbroken = contents(tmp_path / "unbroken")
+    out = disk / "out"
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        if samples:
+            patch.setattr(Journal, "append", after(samples, lambda: fill(disk)))
+        else:
+            patch.setattr(Journal, "has_plan", lambda self: fill(disk))
+            patch.setattr("shutil.disk_usage", lambda path: Plenty)
+        assert main([str(stored), "--out", str(out), *options]) == 1
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith(f"lmcache-hs-extract: error: {out} cannot be written: the disk is full")
+    assert "--resume goes on from there" in error
+    state = {name: data for name, data in contents(out).items() if not name.startswith(".lmcache-hs-extract/")}
+    assert "manifest.json" not in state
+    assert all(unbroken[name] == data for name, data in state.items()), "what is there is whole"
+    (disk / "ballast").unlink()
+    assert main([str(stored), "--out", str(out), "--resume", *options]) == 0
+    assert contents(out) == unbroken

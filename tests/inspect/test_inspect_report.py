@@ -1,0 +1,169 @@
+"""``lmcache-hs-inspect report`` writes one page that is whole, shows what is there, and fetches nothing."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from lmcache_hs_backend import chunkfile
+from tests.support.cold_paths import CHUNK, HIDDEN, add_prompt, file_bytes, namespace, tokens_of
+from tests.support.inspecting import fails, inspect, inspect_json
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Path:
+    return tmp_path / "cold"
+
+
+def replace_rows(path: Path, rows: dict[int, torch.Tensor]) -> None:
+    """Put other rows into a chunk's file, checksums and all."""
+    header = chunkfile.read_header(chunkfile.FileLayer(), str(path))
+    path.write_bytes(file_bytes(header.meta, header.token_ids, rows))
+
+
+class Page(html.parser.HTMLParser):
+    """What is in a page: its text, its charts, everything that would be fetched, and tags left open."""
+
+    VOID = ("meta", "link", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<figure.*?</figure>", text, re.DOTALL)]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def report(cold: Path, tmp_path: Path, *options: str) -> tuple[Page, dict]:
+    out = tmp_path / "report.html"
+    result = inspect_json("report", cold, "--out", out, *options)
+    return Page(out.read_text()), result
+
+
+def test_the_page_is_whole_and_fetches_nothing(cold: Path, tmp_path: Path) -> None:
+    directory = namespace(cold)
+    add_prompt(directory, tokens_of(6 * CHUNK), layers=(0, 7))
+    add_prompt(directory, tokens_of(CHUNK, 2), layers=(0, 7), created_at="2026-02-02T03:04:05Z")
+    add_prompt(namespace(cold, "org/other"), tokens_of(CHUNK), model="org/other")
+    page, result = report(cold, tmp_path)
+    assert page.open == []
+    assert page.fetched == ["data:,"]
+    assert "script" not in page.tags
+    assert len(page.charts) == 4 + 2  # growth, models, ages, sizes, and norms for two models
+    for word in ("first stored (UTC)", "org/other", "dedup factor", "layer 7", "None: no NaN", "01-15"):
+        assert word in page.words
+    assert (result["sampled"], result["anomalies"]) == (8, [])
+    assert [path.name for path in tmp_path.glob("report*")] == ["report.html"]
+
+
+def test_norms_are_those_of_the_rows(cold: Path, tmp_path: Path) -> None:
+    prompt = add_prompt(namespace(cold), tokens_of(CHUNK))
+    _, result = report(cold, tmp_path)
+    [layer] = result["layers"]
+    norms = prompt.rows[0][0].float().norm(dim=1)
+    by_position = {each["position"]: each for each in layer["norms_by_position"]}
+    assert list(by_position) == [0, 1, 2, 4, 8, 16, 32]
+    assert by_position[0]["median"] == pytest.approx(norms[0].item(), rel=1e-5)
+    assert by_position[32]["median"] == pytest.approx(norms[32:].quantile(0.5).item(), rel=1e-5)
+
+
+def test_anomalies_are_found(cold: Path, tmp_path: Path) -> None:
+    directory = namespace(cold)
+    hashes = {}
+    for seed, spoil in enumerate(("nan", "zero", "constant")):
+        prompt = add_prompt(directory, tokens_of(CHUNK, seed), layers=(0, 1))
+        [hashes[spoil]] = prompt.hashes
+        rows = {0: prompt.rows[0][0].clone(), 1: torch.full((CHUNK, HIDDEN), 3.0)}
+        if spoil == "nan":
+            rows[0][3, 5] = float("nan")
+        else:
+            rows[0][:4] = 0.0 if spoil == "zero" else 1.5
+        replace_rows(prompt.files[0], rows)
+    page, result = report(cold, tmp_path)
+    found = {(each["layer"], each["what"]) for each in result["anomalies"]}
+    first = inspect_json("list", cold)["chunks"][0]["chunk_hash"]
+    assert found == {
+        (0, f"1 of 192 sampled rows hold values that are not finite, the first in chunk {hashes['nan']}"),
+        (0, f"4 of 192 sampled rows are all zeros, the first in chunk {hashes['zero']}"),
+        (0, f"4 of 192 sampled rows are constant, the first in chunk {hashes['constant']}"),
+        (1, "dead layer: no sampled row varies"),
+        (1, f"192 of 192 sampled rows are constant, the first in chunk {first}"),
+    }
+    assert "dead layer" in page.words
+    assert "layer 1: dead layer" in inspect("report", cold, "--out", tmp_path / "again.html").stdout
+
+
+def test_rows_of_zeros_and_a_single_moment_can_be_drawn(cold: Path, tmp_path: Path) -> None:
+    prompt = add_prompt(namespace(cold), tokens_of(CHUNK))
+    page, _ = report(cold, tmp_path)
+    [area] = page.charts[0].iter("polygon")
+    corners = [tuple(map(float, place.split(","))) for place in area.attrib["points"].split()]
+    assert max(x for x, _ in corners) - min(x for x, _ in corners) > 50
+    replace_rows(prompt.files[0], {0: torch.zeros(CHUNK, HIDDEN)})
+    page, _ = report(cold, tmp_path)
+    assert "Nothing to show." in page.words
+    assert "64 of 64 sampled rows are all zeros" in page.words
+
+
+def test_the_largest_rows_that_are_finite_can_be_drawn(cold: Path, tmp_path: Path) -> None:
+    prompt = add_prompt(namespace(cold), tokens_of(CHUNK))
+    rows = torch.randn(CHUNK, HIDDEN) * 1e-38
+    rows[0] = torch.finfo(torch.float32).max
+    replace_rows(prompt.files[0], {0: rows})
+    page, result = report(cold, tmp_path)
+    assert result["layers"][0]["norms_by_position"][0]["median"] == pytest.approx(3.4028e38 * HIDDEN**0.5, rel=1e-3)
+    numbers = [place for line in page.charts[-1].iter("polyline") for place in line.attrib["points"].split()]
+    assert len(numbers) == 7
+    assert all(0 <= float(number) <= 460 for place in numbers for number in place.split(","))
+
+
+def test_more_layers_than_colours_are_shared_out_among_charts(cold: Path, tmp_path: Path) -> None:
+    add_prompt(namespace(cold), tokens_of(CHUNK), layers=range(8))
+    page, _ = report(cold, tmp_path)
+    legends = [[span for span in chart.iter("span") if "layer" in (span[0].tail or "")] for chart in page.charts[4:]]
+    assert [len(legend) for legend in legends] == [6, 2]
+
+
+def test_the_sample_is_as_large_as_asked(cold: Path, tmp_path: Path) -> None:
+    add_prompt(namespace(cold), tokens_of(30 * CHUNK))
+    assert report(cold, tmp_path, "--sample", "7")[1]["sampled"] == 7
+    page, result = report(cold, tmp_path, "--sample", "0")
+    assert (result["sampled"], page.open) == (0, [])
+
+
+def test_names_from_files_are_text_and_nothing_else(cold: Path, tmp_path: Path) -> None:
+    model = "<script>alert(1)</script>&\"'\x1b[2J"
+    add_prompt(namespace(cold, model), tokens_of(CHUNK), model=model, created_at="<b>never</b>")
+    page, _ = report(cold, tmp_path)
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>&\"'\\x1b[2J" in page.words
+
+
+def test_trouble_is_one_line(cold: Path, tmp_path: Path) -> None:
+    namespace(cold)
+    assert "cannot be written" in fails("report", cold, "--out", "/nowhere/report.html")
+    assert "--sample is -1" in fails("report", cold, "--sample", "-1")
+    page, _ = report(cold, tmp_path)  # a cold path without a chunk
+    assert "Nothing to show." in page.words

@@ -1,0 +1,170 @@
+"""A start in two looks: names first, so that chunks can be served, then sizes, so that the limit holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.recovery import Recovery
+from tests.support.disks import FaultyDisk
+from tests.support.prompts import (
+    CHUNK,
+    IDENT,
+    LAYER_BYTES,
+    Prompt,
+    check_balance,
+    chunk_files,
+    opened,
+    prompt,
+    rows,
+    settings,
+)
+from tests.support.waiting import wait_until
+
+
+class Between:
+    """A store that knows the names of its files and waits, before it looks at their sizes, for ``go_on``."""
+
+    def __init__(self, store: TieredStore, gate: threading.Event) -> None:
+        self.store = store
+        self._gate = gate
+
+    def go_on(self) -> None:
+        self._gate.set()
+        assert self.store.wait_recovered(20)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> list[tuple[Prompt, torch.Tensor]]:
+    """Four prompts of two chunks on disk, the first one stored being the least recently used."""
+    made = []
+    with opened(tmp_path) as store:
+        for _ in range(4):
+            p, x = prompt(2), rows(64)
+            assert store.store(p.refs, p.bytes, {0: x}) == 2
+            made.append((p, x))
+    return made
+
+
+@pytest.fixture
+def between(tmp_path: Path, left: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Between]:
+    gate = threading.Event()
+    scan: Callable[..., object] = Recovery._scan_own
+
+    def scan_later(recovery: Recovery, folders: list[str]) -> object:
+        assert gate.wait(20)
+        return scan(recovery, folders)
+
+    monkeypatch.setattr(Recovery, "_scan_own", scan_later)
+    store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
+    try:
+        wait_until(lambda: len(store) == 8)
+        yield Between(store, gate)
+    finally:
+        gate.set()
+        store.close()
+
+
+def test_a_chunk_is_served_before_anybody_knows_the_size_of_its_file(between: Between, left) -> None:
+    p, x = left[1]
+    assert torch.equal(between.store.retrieve(p.refs, [0])[0], x.float())
+    between.go_on()
+    assert between.store.stats()["cold_bytes"] == sum(file.stat().st_size for file in chunk_files_of(between.store))
+    check_balance(between.store)
+
+
+def test_what_was_used_meanwhile_is_the_youngest_and_the_rest_keeps_its_order(between: Between, left) -> None:
+    between.store.retrieve(left[0][0].refs, [0])
+    between.go_on()
+    order = list(between.store._pair.index.cold)
+    expected = [name for number in (1, 2, 3, 0) for name in reversed(left[number][0].names)]
+    assert order == expected
+
+
+def test_what_was_dropped_meanwhile_does_not_come_back(between: Between, left) -> None:
+    gone = left[2][0]
+    assert between.store.drop(gone.names) == 2
+    between.go_on()
+    wait_until(lambda: len(chunk_files_of(between.store)) == 6)
+    assert len(between.store) == 6
+    assert between.store.retrieve(gone.refs, [0]) == {}
+    check_balance(between.store)
+
+
+def test_a_bad_file_that_is_found_meanwhile_is_counted_with_its_real_size(between: Between, left) -> None:
+    bad = left[3][0]
+    path = Path(between.store._pair.cold.path(bad.names[0]))
+    path.write_bytes(b"x" * 5000)
+    assert between.store.retrieve(bad.refs, [0]) == {}
+    between.go_on()
+    assert between.store.stats()["quarantined_chunks"] == 1
+    assert between.store._pair.cold.space.usage.quarantine == 5000
+    check_balance(between.store)
+
+
+def test_nothing_is_written_before_the_sizes_are_known(between: Between, left) -> None:
+    p = prompt(2)
+    assert between.store.store(p.refs, p.bytes, {0: rows(64)}) == 2
+    assert between.store.flush(0.1) == 2
+    between.go_on()
+    assert between.store.flush(10) == 0
+    assert len(chunk_files_of(between.store)) == 10
+    check_balance(between.store)
+
+
+def test_what_was_cleared_before_it_was_found_does_not_come_back_with_what_is_stored_then(
+    tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    scan: Callable[..., object] = Recovery._scan_top
+
+    def scan_later(recovery: Recovery) -> object:
+        assert gate.wait(20)
+        return scan(recovery)
+
+    monkeypatch.setattr(Recovery, "_scan_top", scan_later)
+    p = left[0][0]
+    store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
+    try:
+        store.clear()
+        after = rows(64, seed=77)
+        assert store.store(p.refs, p.bytes, {1: after}) == 2
+        gate.set()
+        assert store.wait_recovered(20)
+        assert store.flush(10) == 0
+        assert store.retrieve(p.refs, [0]) == {}, "rows from before the clear"
+        assert torch.equal(store.retrieve(p.refs, [1])[1], after.float())
+        wait_until(lambda: len(chunk_files_of(store)) == 2 and not store._pair.mover._busy)
+        check_balance(store)
+    finally:
+        gate.set()
+        store.close()
+
+
+def chunk_files_of(store: TieredStore) -> list[Path]:
+    return chunk_files(Path(store.directory).parent)
+
+
+def test_recovery_leaves_a_file_alone_that_is_being_written(tmp_path: Path, disk: FaultyDisk) -> None:
+    with opened(tmp_path, files=disk, on_kv_gone="archive", write_back_sec=3600, clean_fraction=0) as store:
+        p = prompt(1)
+        store.store(p.refs, p.bytes, {0: rows(CHUNK)})
+        disk.hang()
+        store.kv_gone(p.names)
+        wait_until(lambda: disk.hanging == 1)
+        archive = Path(store.directory) / "archive"
+        (being_written,) = archive.rglob("*.tmp")
+        left_over = being_written.parent / f".{'ab' * 16}.1.1.tmp"
+        left_over.touch()
+        Recovery(store._pair, str(tmp_path), store.directory, store._executor)._scan_aside()
+        assert being_written.exists()
+        assert not left_over.exists()
+        disk.resume()
+        wait_until(lambda: store.stats()["archived_chunks"] == 1)
+        assert store.stats()["drops_archive"] == 0
+        assert store.stats()["cold_state"] == "online"
