@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmcache_hs_backend.integrations.lmcache.backend import HSTieredBackend
     from lmcache_hs_backend.integrations.lmcache.store import TieredHiddenStateStore
     from lmcache_hs_backend.reader import ColdTierReader
+    from lmcache_hs_backend.tiered import TieredStore
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ _WHERE = {
     "HSTieredBackend": "lmcache_hs_backend.integrations.lmcache.backend",
     "TieredConfig": "lmcache_hs_backend.config",
     "TieredHiddenStateStore": "lmcache_hs_backend.integrations.lmcache.store",
+    "TieredStore": "lmcache_hs_backend.tiered",
 }
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "HiddenStateDataset",
     "TieredConfig",
     "TieredHiddenStateStore",
+    "TieredStore",
     "__version__",
 ]
 

@@ -30,8 +30,8 @@ def chunk_name(key: str) -> bytes:
 class Presence(Enum):
     """The three answers to "does LMCache still hold the KV of this chunk?"
 
-    GONE means that every place that could hold it was asked and does not; whoever gets it still has to
-    know that the KV was there before.
+    GONE means that every place that could hold it was asked and does not hold it. Whether the KV was ever there
+    is for the caller to know.
     """
 
     PRESENT = "present"
@@ -51,14 +51,23 @@ class LayerSpec(NamedTuple):
     hidden_dim: int
 
     def nbytes(self, num_tokens: int) -> int:
+        """Bytes of so many rows."""
         return num_tokens * self.hidden_dim * self.dtype.itemsize
 
 
 class ChunkMeta(NamedTuple):
     """What a chunk is, apart from its rows: the part of a file's header that the writer knew.
 
-    ``prefix`` is the prefix digest, ``chunk_hash`` and ``parent`` are LMCache's hashes in hex
-    (``parent`` is empty for the first chunk of a sequence), ``capture`` is JSON.
+    Attributes:
+        key: The full key, ``model@world_size@worker_id@chunk_hash@dtype`` with tags, as LMCache writes it.
+        chunk_hash: The chunk's hash in hex.
+        parent: The hash of the chunk before it, empty for the first one of a sequence.
+        prefix: The prefix digest, 16 bytes.
+        start: Position of the first row in the sequence, in tokens.
+        num_tokens: Number of rows.
+        model: Name of the model.
+        created_at: UTC, ``YYYY-MM-DDTHH:MM:SSZ``.
+        capture: JSON object: what the writer knew of the rows, such as the meaning of the layer numbers.
     """
 
     key: str
@@ -73,10 +82,18 @@ class ChunkMeta(NamedTuple):
 
 
 class ChunkRef(NamedTuple):
-    """One chunk of a call: where its rows lie in the sequence, and what they depend on.
+    """One chunk of a call: where its rows are in the sequence, and what they depend on.
 
-    ``kv_key`` is whatever the KV presence check wants to be asked with (LMCache's own key object);
-    the tiers never look inside.
+    Attributes:
+        name: 16 bytes that stand for ``key`` (see ``chunk_name``); in hex, the name of the chunk's file.
+        start: Position of the first row in the sequence, in tokens.
+        end: Position after the last row.
+        prefix: The prefix digest, 16 bytes: xxh3_128 of all token ids (int64) from position 0 to ``end``.
+        key: The full key, as in ChunkMeta.
+        chunk_hash: The chunk's hash in hex.
+        parent: The hash of the chunk before it, empty for the first one of a sequence.
+        kv_key: What the KV presence check is asked with (LMCache's own key object, or None where there is no
+            KV cache). The tiers never look inside.
     """
 
     name: bytes
@@ -90,6 +107,7 @@ class ChunkRef(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Number of rows."""
         return self.end - self.start
 
 
@@ -106,7 +124,14 @@ class KeyedChunk(NamedTuple):
 def token_bytes(token_ids: Sequence[int] | torch.Tensor) -> bytes:
     """Token ids as little-endian int64, the form that is digested and filed.
 
-    Raises ValueError for anything that is not a flat sequence of ids which fit int64.
+    Args:
+        token_ids: A list or another flat sequence of ints, or a 1-D integer tensor on any device.
+
+    Returns:
+        Eight bytes for each id.
+
+    Raises:
+        ValueError: This is not a flat sequence of ints that fit int64.
     """
     if isinstance(token_ids, torch.Tensor):
         if token_ids.dim() != 1 or token_ids.dtype.is_floating_point or token_ids.dtype.is_complex:
@@ -144,3 +169,95 @@ def chunk_refs(chunks: Iterable[tuple[int, int, str, str, Any]], ids: bytes) -> 
         refs.append(ChunkRef(chunk_name(key), start, end, digest.digest(), key, chunk_hash, parent, kv_key))
         parent = chunk_hash
     return refs
+
+
+# -- prompts, for callers without LMCache or vLLM ------------------------------------------------------------
+
+#: How chunk hashes are made where no LMCache makes them; part of the namespace.
+HASH_ALGORITHM = "xxh3_128 of the parent's hash and int64 token ids"
+
+
+def chunk_hash(parent: str, ids: bytes, extra: str = "") -> str:
+    """The hash of a chunk in hex, from its token ids and its predecessor's hash, so from every token before it.
+
+    Args:
+        parent: The predecessor's hash, empty for the first chunk of a sequence.
+        ids: The chunk's own token ids, as ``token_bytes`` gives them.
+        extra: What the rows depend on beside token ids, such as the images under the placeholders.
+    """
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(parent) + ids + extra.encode())
+
+
+class Prompt(NamedTuple):
+    """A sequence of tokens cut into chunks: the first two arguments of ``TieredStore.store``.
+
+    Attributes:
+        refs: Its chunks, in order.
+        ids: All its token ids, as ``token_bytes`` gives them.
+    """
+
+    refs: list[ChunkRef]
+    ids: bytes
+
+
+def cut(
+    token_ids: Sequence[int] | torch.Tensor, *, model: str, kv_dtype: str, chunk_size: int, tail: bool = True
+) -> Prompt:
+    """Cut a sequence into chunks and name them, without LMCache or vLLM. ``TieredStore.prompt`` calls this.
+
+    Equal prefixes get equal names in any process and at any time. What the rows depend on beside token ids and
+    model (images, adapters) has to be part of ``model``.
+
+    Args:
+        token_ids: The whole sequence from position 0: ints, or a 1-D integer tensor.
+        model: Name of the model that the rows are of.
+        kv_dtype: The last part of a key. Use the model's own, such as ``bfloat16``, to name chunks as the vLLM
+            connector does.
+        chunk_size: Tokens of a chunk.
+        tail: Whether what is left over makes a shorter last chunk.
+
+    Raises:
+        ValueError: ``token_ids`` is not a flat sequence of ints that fit int64.
+    """
+    ids = token_bytes(token_ids)
+    num_tokens = len(ids) // TOKEN_BYTES
+    chunks, parent = [], ""
+    for start in range(0, num_tokens if tail else num_tokens // chunk_size * chunk_size, chunk_size):
+        end = min(start + chunk_size, num_tokens)
+        parent = chunk_hash(parent, ids[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        chunks.append(KeyedChunk(start, end, f"{model}@1@0@{parent}@{kv_dtype}", parent, None))
+    return Prompt(chunk_refs(chunks, ids), ids)
+
+
+def checked_rows(rows: torch.Tensor, least: int, most: int | None = None) -> torch.Tensor:
+    """Rows in a dtype that is kept: float64 becomes float32, everything else stays as it is.
+
+    Args:
+        rows: ``[num_tokens, hidden_dim]``, float.
+        least: How many rows there must be.
+        most: How many there may be; None: ``least``.
+
+    Raises:
+        ValueError: They cannot be kept; says what was given and what is allowed.
+    """
+    if rows.dim() != 2:
+        raise ValueError(f"hidden_states must be 2-D [num_tokens, hidden_dim], got shape {tuple(rows.shape)}")
+    if not least <= rows.shape[0] <= (least if most is None else most):
+        allowed = f"({least})" if most in (None, least) else f"({most}), or reach the end of the last chunk ({least})"
+        raise ValueError(
+            f"hidden_states first dim ({rows.shape[0]}) must equal len(token_ids) - token_offset {allowed}"
+        )
+    if rows.shape[1] == 0:
+        raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
+    rows = rows.detach()
+    if rows.dtype in DTYPES.values():
+        return rows
+    if not rows.dtype.is_floating_point:
+        raise ValueError(f"hidden_states must be float (bfloat16, float16, float32 or float64), got {rows.dtype}")
+    converted = rows.to(torch.float32)
+    if rows.dtype == torch.float64 and not torch.equal(converted.isfinite(), rows.isfinite()):
+        raise ValueError(
+            "hidden_states are float64 with a finite value beyond float32's range "
+            f"(at most {torch.finfo(torch.float32).max:.4g}): scale them, or store another dtype"
+        )
+    return converted

@@ -179,6 +179,14 @@ class TieredConfig:
         return cls.from_mapping(values, lambda name: f"extra_config['{prefix}{name}']")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(TieredConfig):
+    """The settings of a store without LMCache or vLLM: those of the tiers, and what these two would have given."""
+
+    hot_size: float = setting(2.0, number(0, above=True), "GB of the hot tier")
+    chunk_size: int = setting(256, number(1, 2**20, integer=True), "tokens of a chunk; part of the namespace")
+
+
 def hot_tier_bytes(max_hidden_state_cpu_size: Any) -> int:
     """LMCache's ``max_hidden_state_cpu_size`` (GB) in bytes. Raises ConfigError."""
     try:

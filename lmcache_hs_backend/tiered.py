@@ -1,14 +1,14 @@
 """The two tiers as one store of chunks: what the integrations use, and its life from open to close.
 
 ``TieredStore`` puts the parts of ``tiers`` together and keeps them going: recovery, chores, figures,
-flush, close. It talks in chunk references (see ``chunk``), so it serves LMCache, vLLM or anybody who can
-name chunks; who asks for what, and under which keys, is not its business.
+flush, close. It talks in chunk references (see ``chunk``), so it serves LMCache, vLLM and any other caller
+that can name chunks. It knows neither the callers nor how their keys are made.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
+import json
 import logging
 import os
 import threading
@@ -16,30 +16,38 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 import torch
 
-from lmcache_hs_backend.chunk import TOKEN_BYTES, AskPresence, ChunkRef, Presence
+from lmcache_hs_backend.chunk import (
+    HASH_ALGORITHM,
+    TOKEN_BYTES,
+    AskPresence,
+    ChunkRef,
+    Presence,
+    Prompt,
+    checked_rows,
+    cut,
+)
 from lmcache_hs_backend.chunkfile import FileLayer
-from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
+from lmcache_hs_backend.config import GIB, ConfigError, LocalConfig, TieredConfig
 from lmcache_hs_backend.metrics import GAUGES, Metrics
 from lmcache_hs_backend.tiers.background import Background
 from lmcache_hs_backend.tiers.cleaner import Cleaner
+from lmcache_hs_backend.tiers.gauges import gauges
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.intake import Intake
 from lmcache_hs_backend.tiers.mover import Executor
-from lmcache_hs_backend.tiers.namespace import Namespace, NamespaceId
+from lmcache_hs_backend.tiers.namespace import Namespace, NamespaceId, local_model_revision
+from lmcache_hs_backend.tiers.opening import Opening
 from lmcache_hs_backend.tiers.pair import SaveUse, TierPair
-from lmcache_hs_backend.tiers.recovery import Recovery
 from lmcache_hs_backend.tiers.serve import Serve
 
 logger = logging.getLogger(__name__)
 
-_OPEN_TIMEOUT_SEC = 20.0
 _TICK_SEC = 0.25
 _PUBLISH_SEC = 1.0
-_LOOK_AT_DEAD_SEC = 60.0
 _DELETE_AGAIN_SEC = 5.0
 _STOP_SEC = 0.5  # what idle threads may take to end, however short close_timeout_sec is
 _DROPPED_UNDER_ONE_LOCK = 1000
@@ -53,9 +61,10 @@ def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presen
 
 
 class TieredStore:
-    """A hot tier of ``capacity`` bytes over the cold tier in ``config.cold_path``. Thread-safe.
+    """A hot tier in RAM over a cold tier on disk, as one store of chunks. Thread-safe.
 
-    Raises ConfigError, with nothing left behind, when the cold path cannot be used.
+    ``TieredStore.open`` makes one for use on its own; the LMCache and vLLM integrations use the constructor.
+    After ``close`` every method still returns: stores keep nothing, retrieves find nothing.
     """
 
     def __init__(
@@ -70,8 +79,23 @@ class TieredStore:
         files: FileLayer | None = None,
         setting: Callable[[str], str] = str,
     ) -> None:
-        """``setting`` turns the name of a setting into what the user wrote, for errors."""
+        """Open the cold tier, lock its namespace and begin to look at what is there, in the background.
+
+        Args:
+            config: The settings.
+            capacity: Size of the hot tier in bytes.
+            ident: Everything that must be equal for rows to be interchangeable. Names the directory.
+            ask: Called with the ``kv_key`` of chunks to ask for their KV. By default all KV is present.
+            labels: Values of the Prometheus labels in ``metrics.LABELS``.
+            capture: JSON object that each file carries: what the caller knows of the rows.
+            files: The system calls on chunk files; tests replace it.
+            setting: Turns the name of a setting into what the user wrote, for errors.
+
+        Raises:
+            ConfigError: The cold path, or another setting, cannot be used. Nothing is left behind.
+        """
         self.config = config
+        self.ident = ident
         self.metrics = Metrics(labels)
         try:
             self._pair = TierPair(config, capacity, ask, self.metrics)
@@ -92,10 +116,11 @@ class TieredStore:
         self._callers = 0  # calls that are using slots; the pair's lock guards it
         self._namespace: Namespace | None = None
         try:
-            namespace = self._namespace = self._open_namespace(ident, setting)
+            opening = Opening(config, self._pair.mover, self._background, setting)
+            namespace = self._namespace = opening.namespace(ident, self._executor)
             self.directory = namespace.directory
-            self._on_io_thread(lambda: self._pair.open(namespace, files or FileLayer()), setting)
-            self._on_io_thread(lambda: self._check_size(setting), setting)
+            opening.on_io_thread(lambda: self._pair.open(namespace, files or FileLayer()))
+            opening.on_io_thread(lambda: opening.check_size(namespace.directory))
         except BaseException:
             self._stop(time.monotonic() + 1.0)
             if self._namespace is not None:
@@ -105,10 +130,54 @@ class TieredStore:
         self._intake = Intake(self._pair, self._cleaner, ident.model, capture)
         self._serve = Serve(self._pair)
         self._pair.mover.next_write = self._cleaner.next_write
-        self._background.start(self._recover())
+        self._background.start(
+            opening.recover(self._pair, self._cleaner, self.directory, self._executor, self._recovered)
+        )
         self._background.every(_TICK_SEC, self._tick)
         self._background.every(_PUBLISH_SEC, self._publish)
         _open_stores.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        cold_path: str | os.PathLike[str],
+        *,
+        model: str,
+        kv_dtype: str = "bfloat16",
+        capture: Mapping[str, object] | None = None,
+        **settings: Any,
+    ) -> TieredStore:
+        """Open a store for the rows of one model, without LMCache or vLLM. Use it in a ``with`` statement.
+
+        Waits up to ``read_timeout_sec`` until it is known what is on disk already.
+
+        Args:
+            cold_path: Directory of the cold tier, created when it is missing.
+            model: Name or directory of the model. Rows of different models never meet.
+            kv_dtype: Part of what names the rows. With the model's own, the chunks are the vLLM connector's.
+            capture: What is known of the rows, for the extraction: ``{"layer_ids": "vllm", "num_layers": 30, …}``.
+            **settings: ``hot_size`` (2 GB), ``chunk_size`` (256 tokens), and the fields of TieredConfig.
+
+        Raises:
+            ConfigError: A setting is unknown or wrong, or the directory cannot be used.
+        """
+        config = LocalConfig.from_mapping({"cold_path": os.fspath(cold_path), **settings}, str)
+        assert isinstance(config, LocalConfig)
+        revision = local_model_revision(model) if config.model_revision is None else config.model_revision
+        ident = NamespaceId(
+            model=model, model_revision=revision, kv_dtype=kv_dtype, chunk_size=config.chunk_size,
+            hash_algorithm=HASH_ALGORITHM,
+        )  # fmt: skip
+        capacity, labels = int(config.hot_size * GIB), {"model_name": model, "role": "local"}
+        store = cls(config, capacity, ident, labels=labels, capture=json.dumps(dict(capture or {})))
+        store.pin()
+        store.wait_recovered(config.read_timeout_sec)
+        return store
+
+    def prompt(self, token_ids: Sequence[int] | torch.Tensor, *, tail: bool = True) -> Prompt:
+        """Cut token ids into this store's chunks, for callers that have no keys of their own; see ``chunk.cut``."""
+        ident = self.ident
+        return cut(token_ids, model=ident.model, kv_dtype=ident.kv_dtype, chunk_size=ident.chunk_size, tail=tail)
 
     # -- chunks ----------------------------------------------------------------------------------------
 
@@ -120,7 +189,24 @@ class TieredStore:
         row_offset: int = 0,
         wait_sec: float | None = None,
     ) -> int:
-        """See Intake.store. 0 after close()."""
+        """Store rows of one or more layers for the chunks of a sequence. Copies them; reads no file.
+
+        Args:
+            refs: The chunks, in order. Those that start before ``row_offset`` are left alone.
+            ids: All token ids of the sequence (``chunk.token_bytes``).
+            rows: ``layer_idx`` to float rows ``[num_tokens, hidden_dim]``, on any device.
+            row_offset: Position of the first row in the sequence, in tokens.
+            wait_sec: Seconds to wait for room. None: ``store_wait_ms`` of the settings.
+
+        Returns:
+            How many chunks newly hold at least one of the layers. When there is no room, a prefix is kept.
+
+        Raises:
+            ValueError: The rows are not floats, are fewer than the chunks have, or more than the token ids.
+        """
+        most = len(ids) // TOKEN_BYTES - row_offset
+        least = max(refs[-1].end - row_offset, 0) if refs else 0
+        rows = {layer_idx: checked_rows(tensor, least, most) for layer_idx, tensor in rows.items()}
         started = time.monotonic()
         if not self._enter():
             return 0
@@ -132,7 +218,19 @@ class TieredStore:
     def retrieve(
         self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None = torch.float32
     ) -> dict[int, torch.Tensor]:
-        """See Serve.retrieve. Empty after close()."""
+        """The rows of the longest prefix of ``refs`` that has every layer and whose KV is present.
+
+        Reads what is on disk, for ``read_timeout_sec`` at most, and keeps it in the hot tier (``promote``).
+
+        Args:
+            refs: The chunks, from the first of the sequence on.
+            layer_idxs: The layers.
+            dtype: Of the result; None: as the rows are kept (bfloat16, float16 or float32).
+
+        Returns:
+            ``layer_idx`` to contiguous CPU rows ``[num_tokens, hidden_dim]``, the caller's own. Empty when there
+            is no such prefix; why it ended is counted in ``misses_*``.
+        """
         started = time.monotonic()
         if not layer_idxs or not self._enter():
             return {}
@@ -155,12 +253,12 @@ class TieredStore:
         self.metrics.observe(duration, time.monotonic() - started)
 
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None = None) -> None:
-        """Promote, behind, what is cold of a prompt's prefix. Returns at once."""
+        """Promote what is cold of a prompt's prefix, in the background. None: all layers. Returns at once."""
         if not self._closed:
             self._serve.prefetch(refs, layer_idxs)
 
     def covered(self, names: Iterable[bytes], layer_idxs: Sequence[int]) -> int:
-        """How many of the chunks, from the first on, have every layer where it can be read. Index only."""
+        """How many chunks, from the first on, have every layer where it can be read. Looks at the index only."""
         pair, count = self._pair, 0
         with pair.lock:
             if self._closed:
@@ -176,13 +274,14 @@ class TieredStore:
         return count
 
     def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:
-        """Whether the hot tier, and whether the cold tier, holds a layer of a chunk."""
+        """Whether the hot tier, and whether the cold tier, holds a layer of a chunk: ``(in_hot, in_cold)``."""
         with self._pair.lock:
             entry = None if self._closed else self._pair.index.get(name)
             return (False, False) if entry is None else (layer_idx in entry.hot, entry.on_file(layer_idx))
 
     @property
     def closed(self) -> bool:
+        """Whether close() has been called."""
         return self._closed
 
     @property
@@ -191,7 +290,7 @@ class TieredStore:
         return self._pair.cold.readable
 
     def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor, kv_key: object) -> bool:
-        """Add a layer to a chunk that is here already. False when it is not, or has the layer."""
+        """Add a layer, ``[num_tokens, hidden_dim]``, to a chunk that is here. False when it is not, or has it."""
         pair = self._pair
         with pair.lock:
             entry = pair.index.get(name)
@@ -207,9 +306,13 @@ class TieredStore:
     def read_layer(
         self, name: bytes, layer_idx: int, kv_key: object, *, tiers: tuple[bool, bool] = (True, True)
     ) -> torch.Tensor | None:
-        """A copy of one layer of one chunk in its own dtype, from the tiers allowed (hot, cold).
+        """A copy of one layer of one chunk in the dtype it is kept in, or None.
 
-        ``kv_key``: of its KV, which the entry of a recovered chunk does not know.
+        Args:
+            name: The chunk's name.
+            layer_idx: The layer.
+            kv_key: Of its KV, which the entry of a recovered chunk does not know.
+            tiers: Which tiers may serve it: ``(hot, cold)``.
         """
         pair = self._pair
         hot, cold = self.has(name, layer_idx)
@@ -223,18 +326,25 @@ class TieredStore:
         ref = ChunkRef(name, 0, num_tokens, prefix, "", "", "", kv_key)
         return self.retrieve([ref], [layer_idx], None).get(layer_idx)
 
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def __bool__(self) -> bool:
         return True  # a store without chunks is a store
 
     def __len__(self) -> int:
+        """Chunks in either tier."""
         return 0 if self._closed else len(self._pair.index.entries)
 
     # -- moving and dropping --------------------------------------------------------------------------------------
 
     def demote(self, names: Iterable[bytes]) -> int:
-        """Take chunks that are on disk, and that nobody is using, out of RAM. How many there were.
+        """Evict chunks from RAM that are on disk and not in use, and return how many.
 
-        For a writer that reads nothing back, and would fill RAM with rows that nobody asks for.
+        For a writer that reads nothing back and would otherwise fill RAM.
         """
         pair, demoted = self._pair, 0
         with pair.lock:
@@ -246,15 +356,15 @@ class TieredStore:
         return demoted
 
     def kv_gone(self, names: Iterable[bytes]) -> int:
-        """The KV of these chunks has been deleted: they leave both tiers. How many were here."""
+        """The KV of these chunks was deleted: they leave both tiers, or go to the archive. Returns how many."""
         return self._drop(names, self._pair.kv_gone)
 
     def drop(self, names: Iterable[bytes]) -> int:
-        """Delete chunks from both tiers. How many were here."""
+        """Delete chunks from both tiers, and return how many were here."""
         return self._drop(names, self._pair.forget)
 
     def clear(self) -> int:
-        """Delete every chunk from both tiers; the archive stays. How many were here."""
+        """Delete every chunk from both tiers, and return how many were here. Archive and quarantine stay."""
         pair = self._pair
         with pair.lock:
             entries = [] if self._closed else list(pair.index.entries.values())
@@ -281,42 +391,23 @@ class TieredStore:
     # -- figures ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float | str | bool]:
-        """Everything that is counted, in one flat table; the names are those of metrics.py."""
-        gauges = self._gauges()
+        """All figures by name: those in ``metrics.COUNTERS`` and ``GAUGES``, and ``<histogram>_sum``, ``_count``.
+
+        ``cold_state`` is ``online``, ``paused`` or ``offline``; sizes are in bytes, durations in seconds.
+        """
+        now = gauges(self._pair, self.config)
         return {
-            **gauges,
+            **now,
             "cold_state": self._pair.cold.health.state.value,
-            "pinned": bool(gauges["pinned"]),
+            "pinned": bool(now["pinned"]),
             "write_bytes_per_sec": self._pair.rate.bytes_per_sec,
             **self.metrics.snapshot(),
         }
 
-    def _gauges(self) -> dict[str, float]:
-        pair = self._pair
-        cold, index, space = pair.cold, pair.index, pair.cold.space
-        with pair.lock:
-            return {
-                "hot_bytes": pair.hot.used_bytes,
-                "hot_chunks": index.hot_chunks,
-                "dirty_chunks": index.dirty_chunks,
-                "cold_bytes": space.usage.total,
-                "cold_chunks": len(index.cold),
-                "archived_chunks": len(space.archived),
-                "quarantined_chunks": len(space.quarantined),
-                "unconfirmed_chunks": index.standings[Standing.UNREAD] + index.standings[Standing.UNCONFIRMED],
-                "capacity_bytes": pair.hot.arena.capacity,
-                "cold_limit_bytes": self.config.max_cold_bytes,
-                "cold_online": int(cold.writable),
-                "pinned": int(pair.hot.arena.pinned),
-                "slots_stuck": pair.mover.stuck(self.config.read_timeout_sec),
-                "queue_reads": pair.mover.queued_reads,
-                "queue_writes": len(index.aging),
-            }
-
     # -- life ------------------------------------------------------------------------------------------
 
     def pin(self) -> bool:
-        """Pin the hot tier's memory where there is a GPU to copy to. A refusal is a warning."""
+        """Pin the hot tier's memory where there is a GPU, and return whether it is pinned. Failing is a WARNING."""
         if torch.cuda.is_available():
             try:
                 self._pair.hot.arena.pin()
@@ -327,7 +418,7 @@ class TieredStore:
         return self._pair.hot.arena.pinned
 
     def flush(self, timeout: float) -> int:
-        """Have every dirty chunk written, waiting ``timeout`` seconds at most. How many are still dirty."""
+        """Write every dirty chunk, waiting ``timeout`` seconds at most. Returns how many are still dirty."""
         pair = self._pair
         deadline = time.monotonic() + timeout
         with pair.lock:
@@ -341,10 +432,10 @@ class TieredStore:
             return pair.index.dirty_chunks
 
     def close(self) -> None:
-        """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent, raises nothing of its own.
+        """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent; raises nothing of its own.
 
-        Asks nobody about KV. Memory that a caller, or an I/O thread that is stuck in the system, still
-        uses goes away with its last user.
+        Does not ask for KV. Memory that a caller, or an I/O thread in a system call that does not return, still
+        uses is freed with its last user.
         """
         with self._closing:
             if self._closed:
@@ -386,7 +477,7 @@ class TieredStore:
         logger.info("closed %s: %d chunk(s) not written", self.directory, left)
 
     def wait_recovered(self, timeout: float) -> bool:
-        """Wait until what was on disk at start is known, headers included. For tools and tests."""
+        """Wait until what was on disk at start is known, headers included. Returns whether it is."""
         return self._recovered.wait(timeout)
 
     def _start_background(self) -> Background:
@@ -395,62 +486,6 @@ class TieredStore:
         except BaseException:
             self._pair.mover.stop()
             raise
-
-    def _open_namespace(self, ident: NamespaceId, setting: Callable[[str], str]) -> Namespace:
-        opening = Namespace.open(
-            self.config.cold_path, ident, on_locked=self.config.on_locked, mode=self.config.cold_dir_mode,
-            label=setting("cold_path"), executor=self._executor,
-        )  # fmt: skip
-        try:
-            return self._background.call(opening, _OPEN_TIMEOUT_SEC)
-        except TimeoutError:
-            raise self._no_answer(setting) from None
-
-    def _on_io_thread(self, call: Callable[[], None], setting: Callable[[str], str]) -> None:
-        """Look at the disk without hanging with it."""
-        try:
-            self._pair.mover.call(call).result(_OPEN_TIMEOUT_SEC)
-        except FutureTimeoutError:
-            raise self._no_answer(setting) from None
-
-    def _no_answer(self, setting: Callable[[str], str]) -> ConfigError:
-        return ConfigError(
-            f"{setting('cold_path')} is {self.config.cold_path!r}, but that disk has not answered in "
-            f"{_OPEN_TIMEOUT_SEC:g} s"
-        )
-
-    def _check_size(self, setting: Callable[[str], str]) -> None:
-        disk = os.statvfs(self.directory)
-        total = disk.f_blocks * disk.f_frsize
-        for name, nbytes in (
-            ("max_cold_size", self.config.max_cold_bytes),
-            ("min_free_disk", self.config.min_free_bytes),
-        ):
-            if nbytes > total:
-                raise ConfigError(
-                    f"{setting(name)} is {getattr(self.config, name):g}, but must be at most {total / GIB:.4g}, "
-                    f"the size in GB of the filesystem of {self.config.cold_path}"
-                )
-
-    async def _recover(self) -> None:
-        recovery = Recovery(self._pair, self.config.cold_path, self.directory, self._executor)
-        try:
-            await recovery.scan()
-        finally:
-            with self._pair.lock:
-                self._cleaner.enabled = True
-                self._pair.mover.wake()
-        await recovery.read_headers()
-        await recovery.trim()
-        self._recovered.set()
-        looked = time.monotonic()
-        while True:
-            await asyncio.sleep(_PUBLISH_SEC)
-            if self._pair.index.standings[Standing.UNREAD] and self._pair.cold.readable:
-                await recovery.read_headers()  # a disk that failed meanwhile is back
-            if time.monotonic() - looked > _LOOK_AT_DEAD_SEC:
-                looked = time.monotonic()
-                await recovery.forget_revived()
 
     def _tick(self) -> None:
         """A few times a second: the disk's health, and a look at the next few chunks in turn."""
@@ -476,7 +511,7 @@ class TieredStore:
     def _publish(self) -> None:
         """Once a second: what others look at, and memory that nobody has needed for a while."""
         self.metrics.report_losses()
-        self.metrics.publish(self._gauges())
+        self.metrics.publish(gauges(self._pair, self.config))
         self._pair.pool.trim()
 
     def _drop_orphans(self, turn: Sequence[Entry]) -> None:

@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from lmcache_hs_backend.chunk import (
-    DTYPES,
     ChunkRef,
+    checked_rows,
     chunk_name,
     chunk_refs,
     token_bytes,
@@ -188,7 +188,7 @@ class TieredHiddenStateStore:
         if not 0 <= token_offset <= num_tokens:
             raise ValueError(f"token_offset ({token_offset}) must be in [0, len(token_ids) ({num_tokens})]")
         ids = token_bytes(token_ids)
-        rows = {_layer_idx(idx): _checked(tensor, num_tokens - token_offset) for idx, tensor in layers.items()}
+        rows = {_layer_idx(idx): checked_rows(tensor, num_tokens - token_offset) for idx, tensor in layers.items()}
         return self._store(token_ids, ids, rows, token_offset, request_configs)
 
     def retrieve_layers(
@@ -249,7 +249,7 @@ class TieredHiddenStateStore:
 
     def add_layer(self, key: CacheEngineKey, layer_idx: int, rows: torch.Tensor) -> bool:
         """Add a layer to a chunk that is in RAM; False when it is not, or has the layer. Raises ValueError."""
-        return self.tiers.add_layer(key_name(key), _layer_idx(layer_idx), _checked(rows, len(rows)), key)
+        return self.tiers.add_layer(key_name(key), _layer_idx(layer_idx), checked_rows(rows, len(rows)), key)
 
     def kv_removed(self, keys: Iterable[Any]) -> None:
         """LMCache has been told to remove the KV of these keys everywhere."""
@@ -349,27 +349,3 @@ def _layer_idx(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -_MAX_LAYER_IDX <= value < _MAX_LAYER_IDX:
         raise ValueError(f"layer_idx must be an int of at most 64 bits, got {value!r}")
     return value
-
-
-def _checked(rows: torch.Tensor, expected_rows: int) -> torch.Tensor:
-    """Rows in a dtype that is kept. Raises ValueError with what was given and what is allowed."""
-    if rows.dim() != 2:
-        raise ValueError(f"hidden_states must be 2-D [num_tokens, hidden_dim], got shape {tuple(rows.shape)}")
-    if rows.shape[0] != expected_rows:
-        raise ValueError(
-            f"hidden_states first dim ({rows.shape[0]}) must equal len(token_ids) - token_offset ({expected_rows})"
-        )
-    if rows.shape[1] == 0:
-        raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
-    rows = rows.detach()
-    if rows.dtype in DTYPES.values():
-        return rows
-    if not rows.dtype.is_floating_point:
-        raise ValueError(f"hidden_states must be float (bfloat16, float16, float32 or float64), got {rows.dtype}")
-    converted = rows.to(torch.float32)
-    if rows.dtype == torch.float64 and not torch.equal(converted.isfinite(), rows.isfinite()):
-        raise ValueError(
-            "hidden_states are float64 with a finite value beyond float32's range "
-            f"(at most {torch.finfo(torch.float32).max:.4g}): scale them, or store another dtype"
-        )
-    return converted

@@ -8,20 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import xxhash
-
-HASH_ALGORITHM = "xxh3_128 of the parent's hash and int64 token ids"
-
-
-def chunk_hash(parent: str, ids: bytes, extra: str = "") -> str:
-    """The hash of a chunk in hex.
-
-    Args:
-        parent: The hash of its predecessor in hex, empty for the first chunk of a sequence.
-        ids: Its token ids, int64.
-        extra: What the rows depend on beside token ids: the images under the placeholders.
-    """
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(parent) + ids + extra.encode())
+from lmcache_hs_backend.chunk import HASH_ALGORITHM as HASH_ALGORITHM
+from lmcache_hs_backend.chunk import chunk_hash as chunk_hash
 
 
 class KeyFormat(NamedTuple):
