@@ -141,6 +141,11 @@ class TieredConfig:
     )
     fsync: bool = setting(False, boolean, "make each chunk file durable before it counts as written")
     verify_reads: bool = setting(True, boolean, "compare the checksum of every layer that is read")
+    store_count: str = setting(
+        "held",
+        choice_of("held", "new"),
+        "what a store returns: the chunks of its range that hold the layer, or those that newly do, as LMCache's own",
+    )
     close_timeout_sec: float = setting(4.0, number(0), "seconds that close() may take to write dirty chunks")
 
     @property

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -271,6 +271,18 @@ class TieredStore:
                 if not all(idx in entry.hot or (readable and entry.on_file(idx)) for idx in layer_idxs):
                     break
                 count += 1
+        return count
+
+    def held(self, refs: Iterable[ChunkRef], layer_idxs: Collection[int]) -> int:
+        """Chunks, anywhere among ``refs``, that have every layer for just these tokens, in either tier. Index only."""
+        pair, count = self._pair, 0
+        with pair.lock:
+            if self._closed:
+                return 0
+            for ref in refs:
+                entry = pair.index.get(ref.name)
+                if entry is not None and entry.prefix == ref.prefix and entry.num_tokens == ref.num_tokens:
+                    count += all(map(entry.has, layer_idxs))
         return count
 
     def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:

@@ -43,7 +43,7 @@ def balances(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("where", ["hot", "written", "cold"])
 def test_a_chunk_whose_kv_is_evicted_ends_the_prefix_and_is_gone_from_both_tiers(start, where):
-    engine = start(hot_bytes=8 * CHUNK_BYTES, settings=PATIENT)
+    engine = start(hot_bytes=8 * CHUNK_BYTES, settings=PATIENT | {"store_count": "new"})
     engine.store_both(TOKENS, ROWS)
     if where == "written":
         assert engine.store.flush(10) == 0

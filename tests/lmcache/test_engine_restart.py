@@ -110,7 +110,7 @@ def test_coverage_counts_recovered_chunks(left_behind, start):
 
 
 def test_storing_recovered_chunks_again_counts_once_and_copies_nothing(left_behind, start):
-    engine = restarted(start)
+    engine = restarted(start, settings={"store_count": "new"})
     engine.store_kv(TOKENS)
     assert engine.store.store_hidden_states(TOKENS, ROWS) == 4
     assert engine.store.stats()["hot_bytes"] == 0
@@ -122,11 +122,11 @@ def test_storing_recovered_chunks_again_counts_once_and_copies_nothing(left_behi
 def test_four_layers_stored_again_one_by_one_count_each(start):
     """vLLM-Omni stores layer by layer, and takes less than it expects for a failure."""
     layers = {idx: rows_of(4 * CHUNK, seed=idx + 9) for idx in (-1, 0, 12, 24)}
-    engine = start()
+    engine = start(settings={"store_count": "new"})
     engine.store_kv(TOKENS)
     assert [engine.store.store_hidden_states(TOKENS, rows, layer_idx=idx) for idx, rows in layers.items()] == [4] * 4
     engine.close()
-    engine = restarted(start)
+    engine = restarted(start, settings={"store_count": "new"})
     engine.store_kv(TOKENS)
     for idx, rows in layers.items():
         for first in range(0, 4 * CHUNK, CHUNK):

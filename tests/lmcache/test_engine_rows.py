@@ -109,7 +109,7 @@ def test_a_prompt_longer_than_the_pool_is_stored_and_served_whole(start, layer_i
 
 
 def test_prompts_that_share_a_prefix_store_it_once(start):
-    engine = start()
+    engine = start(settings={"store_count": "new"})
     shared = tokens_of(4)
     rows = rows_of(6 * CHUNK)
     for number in range(5):
@@ -298,7 +298,9 @@ def test_rows_cannot_be_asked_for_in_a_dtype_that_is_no_float(engine, dtype):
         engine.store.retrieve_layers(TOKENS, [0], dtype=dtype)
 
 
-def test_tokens_may_be_a_list_a_tuple_or_a_tensor_of_any_int(engine):
+def test_tokens_may_be_a_list_a_tuple_or_a_tensor_of_any_int(start):
+    engine = start(settings={"store_count": "new"})
+    engine.store_kv(TOKENS)
     assert engine.store.store_hidden_states(tuple(TOKENS), GOOD) == 2
     for ids in (TOKENS, torch.tensor(TOKENS), torch.tensor(TOKENS, dtype=torch.int32)):
         assert engine.store.store_hidden_states(ids, GOOD) == 0

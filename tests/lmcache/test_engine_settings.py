@@ -52,6 +52,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("close_timeout_sec", -1, "a number at least 0"),
     ("use_odirect", "maybe", "'auto' or 'on' or 'off'"),
     ("on_kv_gone", "keep", "'delete' or 'archive'"),
+    ("store_count", "all", "'held' or 'new'"),
     ("on_locked", "wait", "'subdir' or 'error'"),
     ("promote", "yes please", "true or false"),
     ("fsync", 2, "true or false"),

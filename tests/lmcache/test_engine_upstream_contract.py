@@ -36,7 +36,8 @@ class Subject:
 
     def __init__(self, kind: type, cold_path, **changes: Any) -> None:
         self.is_ours = kind is TieredHiddenStateStore
-        config = make_config(cold_path, hot_bytes=1 << 20, chunk_size=CHUNK, **changes)
+        settings = {"store_count": "new"}  # only what a call adds, as upstream; ours by default also counts the rest
+        config = make_config(cold_path, hot_bytes=1 << 20, chunk_size=CHUNK, settings=settings, **changes)
         self.database = ChunkedTokenDatabase(config, make_metadata(chunk=CHUNK))
         self.store = kind(config, self.database)
         self.kv = HeldKv()

@@ -2,8 +2,8 @@
 
 It takes the place of ``engine.hidden_state_store`` and keeps that class's interface and behaviour
 (lmcache/v1/hidden_state_store.py), with these differences: it is thread-safe, rows keep their dtype until
-they are returned, what does not fit in RAM goes to disk, and a chunk is dropped only when its KV is
-known to be gone. Here token ids become chunk references and tensors are checked; everything else is
+they are returned, what does not fit in RAM goes to disk, a chunk is dropped only when its KV is known to
+be gone, and the count that a store returns (``store_count``) covers what was there before. Here token ids become chunk references and tensors are checked; everything else is
 ``TieredStore``'s work.
 
 Bad arguments raise ValueError and store nothing. A cache's own trouble never reaches the caller: it is
@@ -126,7 +126,9 @@ class TieredHiddenStateStore:
                 it are left alone.
             request_configs: as given to ``engine.store``, where the KV is tagged.
 
-        Returns the number of chunks that newly hold the layer. Raises ValueError for wrong arguments.
+        Returns the number of chunks, of those that start at or after ``token_offset``, that hold the layer when the
+        call returns. What was not kept, for want of room, say, is not counted. With ``store_count: new`` only chunks
+        that did not hold it before count, as in LMCache's own store. Raises ValueError for wrong arguments.
         """
         return self.store_layers(token_ids, {layer_idx: hidden_states}, token_offset, request_configs=request_configs)
 
@@ -179,7 +181,8 @@ class TieredHiddenStateStore:
     ) -> int:
         """Store several layers of one prompt at once; arguments as in store_hidden_states.
 
-        Returns the number of chunks that newly hold at least one of the layers.
+        Returns the number of chunks that hold all of the layers when the call returns; with ``store_count: new``,
+        of those that newly hold at least one of them.
         """
         layers = {idx: rows for idx, rows in layers.items() if self._allowed is None or idx in self._allowed}
         if not layers:
@@ -266,7 +269,13 @@ class TieredHiddenStateStore:
         token_offset: int,
         request_configs: dict[str, Any] | None,
     ) -> int:
-        return self.tiers.store(self.refs(token_ids, ids, request_configs), ids, rows, token_offset)
+        refs = self.refs(token_ids, ids, request_configs)
+        stored = self.tiers.store(refs, ids, rows, token_offset)
+        if self.tiers.config.store_count == "new":
+            return stored
+        # A consumer takes less than its chunks for "pool full" and stores all of them again at every step, so chunks
+        # that were here before count as well.
+        return self.tiers.held([ref for ref in refs if ref.start >= token_offset], rows)
 
     @_never_the_engines_trouble(dict)
     def _retrieve(
