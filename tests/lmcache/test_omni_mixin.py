@@ -1,9 +1,9 @@
 """What the one known consumer needs of the count that a store returns.
 
-``Runner`` behaves as the hidden-state mixin of vLLM-Omni's pull request 1330 is described to (it is in no release): rows
-of each step are buffered per request and tap, whole chunks are stored when a request crosses a chunk border, a count
-other than the number of chunks handed over is one error per tap, and then border and buffer stay as they are, so
-that the next step stores everything again.
+``Runner`` behaves as the hidden-state mixin of vLLM-Omni's pull request 1330 is described to (it is in no release):
+the rows of each step are buffered per request and tap, whole chunks are stored when a request crosses a chunk border, a
+count other than the number of chunks handed over is one error per tap, and then border and buffer stay as they are,
+so that the next step stores everything again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK, HIDDEN, Engine, tokens_of
+
+from tests.support.engines import CHUNK, HIDDEN, Engine, tokens_of
 
 pytestmark = pytest.mark.engine
 

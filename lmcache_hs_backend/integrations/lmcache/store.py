@@ -2,9 +2,9 @@
 
 It takes the place of ``engine.hidden_state_store`` and keeps that class's interface and behaviour
 (lmcache/v1/hidden_state_store.py), with these differences: it is thread-safe, rows keep their dtype until
-they are returned, what does not fit in RAM goes to disk, a chunk is dropped only when its KV is known to
-be gone, and the count that a store returns (``store_count``) covers what was there before. Here token ids become chunk references and tensors are checked; everything else is
-``TieredStore``'s work.
+they are returned, what does not fit in RAM goes to disk, a chunk is dropped only when its KV is known to be
+gone, and what a store returns (``store_count``) counts chunks that were here before too. Here token ids become
+chunk references and tensors are checked; everything else is ``TieredStore``'s work.
 
 Bad arguments raise ValueError and store nothing. A cache's own trouble never reaches the caller: it is
 logged, counted in ``errors_internal``, and looks like a miss.
