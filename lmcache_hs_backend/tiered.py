@@ -275,15 +275,7 @@ class TieredStore:
 
     def held(self, refs: Iterable[ChunkRef], layer_idxs: Collection[int]) -> int:
         """Chunks, anywhere among ``refs``, that have every layer for just these tokens, in either tier. Index only."""
-        pair, count = self._pair, 0
-        with pair.lock:
-            if self._closed:
-                return 0
-            for ref in refs:
-                entry = pair.index.get(ref.name)
-                if entry is not None and entry.prefix == ref.prefix and entry.num_tokens == ref.num_tokens:
-                    count += all(map(entry.has, layer_idxs))
-        return count
+        return self._serve.held(refs, layer_idxs)
 
     def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:
         """Whether the hot tier, and whether the cold tier, holds a layer of a chunk: ``(in_hot, in_cold)``."""

@@ -125,6 +125,16 @@ class Serve:
                 if cold:
                     pair.mover.submit(Read(pair, entry, cold))
 
+    def held(self, refs: Iterable[ChunkRef], layer_idxs: Collection[int]) -> int:
+        """How many of the chunks have every layer for just these tokens, in either tier."""
+        count = 0
+        with self._pair.lock:
+            for ref in () if self.closed else refs:
+                entry = self._pair.index.get(ref.name)
+                if entry is not None and entry.prefix == ref.prefix and entry.num_tokens == ref.num_tokens:
+                    count += all(map(entry.has, layer_idxs))
+        return count
+
     # -- the walk, lock held -----------------------------------------------------------------------------
 
     def _walk(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool) -> _Walk:
