@@ -17,7 +17,8 @@ from queue import SimpleQueue
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from lmcache_hs_backend.arena import HUGE_PAGE, align
+from lmcache_hs_backend.arena import HUGE_PAGE
+from lmcache_hs_backend.format.pages import align
 from lmcache_hs_backend.tiers.copying import copy_alone, work_alone
 
 _PAGE = 4096

@@ -24,8 +24,8 @@ from benchmarks.measuring import Step, Times, interleaved, quotients
 from benchmarks.report import show
 from lmcache_hs_backend.chunk import ChunkRef, KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 TITLE = "Device to host and back"
 

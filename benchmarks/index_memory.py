@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from lmcache_hs_backend.chunk import LayerSpec
-from lmcache_hs_backend.chunkhead import FileLayout
+from lmcache_hs_backend.format.header import FileLayout
 from lmcache_hs_backend.tiers.index import Entry, Index, Standing
 
 
 def cold_entry(index: Index, kv_key: Any) -> Entry:
     """A chunk that is on disk only, as recovery or demotion leaves it."""
-    layout = index.share(FileLayout(256, 4096, (LayerSpec(0, torch.bfloat16, 4096),)))
+    layout = index.share(FileLayout(256, 4096, (LayerSpec(0, "BF16", 4096),)))
     name, prefix = random.randbytes(16), random.randbytes(16)
     # UNCONFIRMED: of a confirmed one the store's chores would find out that its KV is gone.
-    seal = random.randbytes(16)
-    return Entry(name, Standing.UNCONFIRMED, prefix, 256, kv_key, filed=layout, file_bytes=layout.size, seal=seal)
+    digests = random.randbytes(16)
+    return Entry(name, Standing.UNCONFIRMED, prefix, 256, kv_key, filed=layout, file_bytes=layout.size, digests=digests)
 
 
 def _lmcache_key() -> Any:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmcache_hs_backend.config import TieredConfig
     from lmcache_hs_backend.dataset.torch import HiddenStateDataset
+    from lmcache_hs_backend.format.reader import ColdTierReader
     from lmcache_hs_backend.integrations.lmcache.backend import HSTieredBackend
     from lmcache_hs_backend.integrations.lmcache.store import TieredHiddenStateStore
-    from lmcache_hs_backend.reader import ColdTierReader
     from lmcache_hs_backend.tiered import TieredStore
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "ColdTierReader": "lmcache_hs_backend.reader",
+    "ColdTierReader": "lmcache_hs_backend.format.reader",
     "HiddenStateDataset": "lmcache_hs_backend.dataset.torch",
     "HSTieredBackend": "lmcache_hs_backend.integrations.lmcache.backend",
     "TieredConfig": "lmcache_hs_backend.config",

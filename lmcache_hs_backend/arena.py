@@ -21,18 +21,14 @@ from collections import deque
 
 import torch
 
+from lmcache_hs_backend.format.pages import ALIGN, align
+
 logger = logging.getLogger(__name__)
 
-ALIGN = 4096
 HUGE_PAGE = 2 << 20
 #: After so many new regions without one coming back, the caller keeps them all: then huge pages, for which the kernel
 #: has to compact memory sooner or later, cost more than the faults that they save.
 _FRESH_IN_A_ROW = 8
-
-
-def align(nbytes: int, to: int = ALIGN) -> int:
-    """``nbytes`` rounded up to a multiple of ``to``."""
-    return -(-nbytes // to) * to
 
 
 def _memory(nbytes: int, *, huge: bool = True) -> memoryview:

@@ -1,7 +1,7 @@
 """The vocabulary of chunks: keys, layers, metadata, prefix digests.
 
 Everything else in the package talks in these types. This module does no I/O, takes no lock, and
-knows neither LMCache nor files.
+knows neither LMCache nor files, nor torch: a tensor appears here in a type only.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import torch
 import xxhash
 
-#: Float types that rows keep, by their safetensors names. Everything else is converted or refused.
-DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+if TYPE_CHECKING:
+    import torch
+
+#: The float types that rows keep, by their safetensors names: bytes of one element. Others are converted or refused.
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 TOKEN_BYTES = 8  # a token id is an int64
 
@@ -44,15 +45,23 @@ AskPresence = Callable[[Sequence[Any], bool], Sequence[Presence]]
 
 
 class LayerSpec(NamedTuple):
-    """How the rows of one layer of a chunk are laid out: ``[num_tokens, hidden_dim]`` of ``dtype``."""
+    """How the rows of one layer of a chunk are laid out: ``[num_tokens, hidden_dim]`` of ``dtype``.
+
+    ``dtype`` is a safetensors name, one of ``ITEM_BYTES``; ``tiers.memory.dtypes`` maps it to torch's.
+    """
 
     layer_idx: int
-    dtype: torch.dtype
+    dtype: str
     hidden_dim: int
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
     def nbytes(self, num_tokens: int) -> int:
-        """Bytes of so many rows."""
-        return num_tokens * self.hidden_dim * self.dtype.itemsize
+        """Bytes of the rows of ``num_tokens`` tokens."""
+        return num_tokens * self.hidden_dim * ITEM_BYTES[self.dtype]
 
 
 class ChunkMeta(NamedTuple):
@@ -133,13 +142,14 @@ def token_bytes(token_ids: Sequence[int] | torch.Tensor) -> bytes:
     Raises:
         ValueError: This is not a flat sequence of ints that fit int64.
     """
-    if isinstance(token_ids, torch.Tensor):
-        if token_ids.dim() != 1 or token_ids.dtype.is_floating_point or token_ids.dtype.is_complex:
+    if hasattr(token_ids, "data_ptr"):  # lists and arrays have none
+        tensor = cast("torch.Tensor", token_ids)
+        if tensor.dim() != 1 or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             raise ValueError(
-                f"token_ids must be a 1-D integer tensor or a list of ints, got {token_ids.dtype} "
-                f"of shape {tuple(token_ids.shape)}"
+                f"token_ids must be a 1-D integer tensor or a list of ints, got {tensor.dtype} "
+                f"of shape {tuple(tensor.shape)}"
             )
-        ids = token_ids.to("cpu", torch.int64).contiguous()
+        ids = tensor.cpu().long().contiguous()
         return ctypes.string_at(ids.data_ptr(), ids.nbytes)
     try:
         return struct.pack(f"<{len(token_ids)}q", *token_ids)
@@ -227,37 +237,3 @@ def cut(
         parent = chunk_hash(parent, ids[start * TOKEN_BYTES : end * TOKEN_BYTES])
         chunks.append(KeyedChunk(start, end, f"{model}@1@0@{parent}@{kv_dtype}", parent, None))
     return Prompt(chunk_refs(chunks, ids), ids)
-
-
-def checked_rows(rows: torch.Tensor, least: int, most: int | None = None) -> torch.Tensor:
-    """Rows in a dtype that is kept: float64 becomes float32, everything else stays as it is.
-
-    Args:
-        rows: ``[num_tokens, hidden_dim]``, float.
-        least: How many rows there must be.
-        most: How many there may be; None: ``least``.
-
-    Raises:
-        ValueError: They cannot be kept; says what was given and what is allowed.
-    """
-    if rows.dim() != 2:
-        raise ValueError(f"hidden_states must be 2-D [num_tokens, hidden_dim], got shape {tuple(rows.shape)}")
-    if not least <= rows.shape[0] <= (least if most is None else most):
-        allowed = f"({least})" if most in (None, least) else f"({most}), or reach the end of the last chunk ({least})"
-        raise ValueError(
-            f"hidden_states first dim ({rows.shape[0]}) must equal len(token_ids) - token_offset {allowed}"
-        )
-    if rows.shape[1] == 0:
-        raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
-    rows = rows.detach()
-    if rows.dtype in DTYPES.values():
-        return rows
-    if not rows.dtype.is_floating_point:
-        raise ValueError(f"hidden_states must be float (bfloat16, float16, float32 or float64), got {rows.dtype}")
-    converted = rows.to(torch.float32)
-    if rows.dtype == torch.float64 and not torch.equal(converted.isfinite(), rows.isfinite()):
-        raise ValueError(
-            "hidden_states are float64 with a finite value beyond float32's range "
-            f"(at most {torch.finfo(torch.float32).max:.4g}): scale them, or store another dtype"
-        )
-    return converted

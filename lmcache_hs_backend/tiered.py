@@ -20,26 +20,19 @@ from typing import Any
 
 import torch
 
-from lmcache_hs_backend.chunk import (
-    HASH_ALGORITHM,
-    TOKEN_BYTES,
-    AskPresence,
-    ChunkRef,
-    Presence,
-    Prompt,
-    checked_rows,
-    cut,
-)
-from lmcache_hs_backend.chunkfile import FileLayer
+from lmcache_hs_backend.chunk import HASH_ALGORITHM, TOKEN_BYTES, AskPresence, ChunkRef, Presence, Prompt, cut
 from lmcache_hs_backend.config import GIB, ConfigError, LocalConfig, TieredConfig
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.metrics import GAUGES, Metrics
 from lmcache_hs_backend.tiers.background import Background
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.gauges import gauges
 from lmcache_hs_backend.tiers.index import Entry, Standing
 from lmcache_hs_backend.tiers.intake import Intake
+from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
 from lmcache_hs_backend.tiers.mover import Executor
-from lmcache_hs_backend.tiers.namespace import Namespace, NamespaceId, local_model_revision
+from lmcache_hs_backend.tiers.namespace import Namespace
 from lmcache_hs_backend.tiers.opening import Opening
 from lmcache_hs_backend.tiers.pair import SaveUse, TierPair
 from lmcache_hs_backend.tiers.serve import Serve

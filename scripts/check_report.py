@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from lmcache_hs_backend import chunkfile
+from lmcache_hs_backend.format import chunk_file
 from tests.support.cold_paths import CHUNK, add_prompt, file_bytes, namespace, tokens_of
 
 PROGRAM = str(Path(sys.executable).parent / "lmcache-hs-inspect")
@@ -79,7 +79,7 @@ def put(
     for number, path in enumerate(prompt.files):
         if path in written:
             continue
-        header = chunkfile.read_header(chunkfile.FileLayer(), str(path))
+        header = chunk_file.read_header(chunk_file.FileLayer(), str(path))
         rows = {}
         for idx, tensor in prompt.rows[number].items():
             position = torch.arange(number * CHUNK, number * CHUNK + len(tensor)).unsqueeze(1)
@@ -94,7 +94,7 @@ def spoil(path: Path, layer: int, change: Any) -> None:
     from safetensors.torch import load_file
 
     info = path.stat()
-    header = chunkfile.read_header(chunkfile.FileLayer(), str(path))
+    header = chunk_file.read_header(chunk_file.FileLayer(), str(path))
     rows = {spec.layer_idx: load_file(path)[f"layer.{spec.layer_idx}"] for spec in header.layout.layers}
     change(rows[layer])
     path.write_bytes(file_bytes(header.meta, header.token_ids, rows))

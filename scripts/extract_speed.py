@@ -22,8 +22,8 @@ import torch
 
 from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 CHUNK, HIDDEN, SLOTS = 256, 4096, (2, 16, 29, 32)
 CAPTURE = '{"source": "bench", "layer_ids": "vllm", "last_layer": "pre-norm", "num_layers": 32}'

@@ -25,7 +25,8 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lmcache_hs_backend.tiers.namespace import SEQUENCES, namespaces
+from lmcache_hs_backend.format.layout import SEQUENCES
+from lmcache_hs_backend.format.namespace import namespaces
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "vllm_capture.yaml"
 CONNECTOR = "lmcache_hs_backend.integrations.vllm.connector"

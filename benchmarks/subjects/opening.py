@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 
-import torch
 from xxhash import xxh3_64_hexdigest
 
 from benchmarks import disk
@@ -19,10 +18,11 @@ from benchmarks.figures import Result, Series, Table, WrongRows
 from benchmarks.measuring import median, spread
 from benchmarks.workload import wait_until
 from lmcache_hs_backend.chunk import ChunkMeta, ChunkRef, LayerSpec, chunk_name
-from lmcache_hs_backend.chunkhead import build_head, layer_tensor
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.header import build_preamble, layer_tensor
+from lmcache_hs_backend.format.layout import chunk_path
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId, chunk_path
 
 TITLE = "Open"
 
@@ -80,7 +80,7 @@ def run(context: Context) -> Result:
 
 def _make_files(directory: str, count: int) -> Iterator[ChunkRef]:
     """Valid chunk files of one tiny chunk each."""
-    spec = LayerSpec(0, torch.bfloat16, _HIDDEN)
+    spec = LayerSpec(0, "BF16", _HIDDEN)
     rows, ids = bytes(spec.nbytes(_TOKENS)), bytes(_TOKENS * 8)
     sums = {"token_ids": xxh3_64_hexdigest(ids), layer_tensor(0): xxh3_64_hexdigest(rows)}
     made = set()
@@ -94,7 +94,7 @@ def _make_files(directory: str, count: int) -> Iterator[ChunkRef]:
             os.makedirs(folder, exist_ok=True)
             made.add(folder)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.write(fd, build_head(meta, [spec], sums, ids) + rows)
+        os.write(fd, build_preamble(meta, [spec], sums, ids) + rows)
         os.close(fd)
         yield ChunkRef(name, 0, _TOKENS, prefix, key, f"{number:x}", "", None)
 

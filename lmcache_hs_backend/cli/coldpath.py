@@ -1,6 +1,6 @@
 """A cold path as the inspector sees it: namespaces, the names in them, and the headers of chunk files.
 
-It does again, in a few lines, what ``tiers.namespace`` and ``chunkhead`` do for the store, because those
+It does again, in a few lines, what ``format`` does for the store, because those
 need torch for their rows, and torch alone takes 1.5 s and 230 MB: a listing of 100,000 chunks has less.
 A test holds both against each other. Whatever is read is treated as hostile. Nothing here locks, changes
 or deletes anything, and a file that vanishes meanwhile is passed over or reported, never an error.

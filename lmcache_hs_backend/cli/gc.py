@@ -6,13 +6,14 @@ import argparse
 import os
 import stat
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from lmcache_hs_backend.cli.chunks import Chunks, add_path_arguments, moment, namespaces_of, open_path
 from lmcache_hs_backend.cli.coldpath import QUARANTINE, Namespace, files_in, in_use, strays
 from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options
 from lmcache_hs_backend.cli.removal import Doomed, add_removal_arguments, remove
 from lmcache_hs_backend.config import GIB
+from lmcache_hs_backend.format.eviction_order import FileClass, over_limit
+from lmcache_hs_backend.format.layout import FoundFile
 
 HELP = "delete left-overs, other namespaces, expired chunks, and what is over the limit"
 EXAMPLE = """\
@@ -40,14 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-class _File(NamedTuple):
-    """A file by what decides when it leaves: quarantine first, then archive, then by last use."""
-
-    rank: int
-    mtime_ns: int
-    path: str
-    size: int
-    namespace: Namespace
+#: A file, what it is to us (every namespace here is held by no process), and where it is.
+_File = tuple[FileClass, FoundFile, Namespace]
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -66,21 +61,22 @@ def execute(args: argparse.Namespace) -> int:
                 doomed.append(Doomed(stray.path, stray.size, namespace, "left over"))
     kept: list[_File] = []
     chunks = Chunks(where.cold_path, free)
-    for file in _files(chunks):
+    for item in _files(chunks):
+        _, file, namespace = item
         why = ""
-        if args.keep and not any(file.namespace.label.startswith(prefix) for prefix in args.keep):
+        if args.keep and not any(namespace.label.startswith(prefix) for prefix in args.keep):
             why = "other namespace"
         elif expired is not None and file.mtime_ns < expired:
             why = "expired"
         if why:
-            doomed.append(Doomed(file.path, file.size, file.namespace, why))
+            doomed.append(Doomed(file.path, file.size, namespace, why))
         else:
-            kept.append(file)
+            kept.append(item)
     limit = int(args.max_size * GIB) if args.max_size is not None else None
     if limit is None and where.config is not None:
         limit = where.config.max_cold_bytes
     if limit is not None:
-        doomed.extend(_over(kept, limit))
+        doomed += [Doomed(file.path, file.size, owner, "over the limit") for file, owner in over_limit(kept, limit)]
     with Screen(args) as screen:
         if not screen.json:
             for namespace in namespaces:
@@ -92,7 +88,7 @@ def execute(args: argparse.Namespace) -> int:
 def _files(chunks: Chunks) -> Iterator[_File]:
     for namespace in chunks.namespaces:
         for path, size, mtime_ns in files_in(os.path.join(namespace.directory, QUARANTINE)):
-            yield _File(0, mtime_ns, path, size, namespace)
+            yield FileClass.QUARANTINED, FoundFile(path, size, mtime_ns, b""), namespace
     for place in chunks.places():
         try:
             info = os.lstat(place.file.path)
@@ -100,14 +96,9 @@ def _files(chunks: Chunks) -> Iterator[_File]:
             chunks.skipped["vanished"] += 1
             continue
         if stat.S_ISREG(info.st_mode):
-            rank = 1 if place.state == "archived" else 2
-            yield _File(rank, info.st_mtime_ns, place.file.path, info.st_size, place.namespace)
-
-
-def _over(files: list[_File], limit: int) -> Iterator[Doomed]:
-    excess = sum(file.size for file in files) - limit
-    for file in sorted(files, key=lambda file: file[:3]):
-        if excess <= 0:
-            return
-        excess -= file.size
-        yield Doomed(file.path, file.size, file.namespace, "over the limit")
+            file_class = FileClass.ARCHIVED if place.state == "archived" else FileClass.OWN
+            yield (
+                file_class,
+                FoundFile(place.file.path, info.st_size, info.st_mtime_ns, place.file.name),
+                place.namespace,
+            )

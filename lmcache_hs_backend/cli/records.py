@@ -6,19 +6,15 @@ and neither is a last line that its process did not live to finish. Reads, and c
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.coldpath import SEQUENCES, Namespace, Unreadable, files_in, open_chunk
-
-SUFFIX = ".jsonl"
-VERSION = 1
-
-_MOST_BYTES = 1 << 20  # of a line: a real one has some hundreds
+from lmcache_hs_backend.cli.coldpath import Namespace
+from lmcache_hs_backend.format.layout import SEQUENCES
+from lmcache_hs_backend.format.request_log import BadLine, RequestRecord, read_records, record_files
 
 
 class Bad(NamedTuple):
@@ -44,14 +40,18 @@ class Records:
     def __init__(self, namespace: Namespace) -> None:
         self.count = 0
         self.cut_short: list[str] = []  # files whose last line was never finished
-        self._folder = os.path.join(namespace.directory, SEQUENCES)
+        self._directory = namespace.directory
         self._wanted: dict[bytes, dict[tuple[int, bytes], _Wanted]] = defaultdict(dict)
 
     def read(self) -> Iterator[Bad]:
         """Go through the files; what is wrong with them."""
-        for path, _, _ in files_in(self._folder):
-            if path.endswith(SUFFIX):
-                yield from self._read_file(path)
+        try:
+            paths = record_files(self._directory)
+        except OSError as error:
+            yield Bad(os.path.join(self._directory, SEQUENCES), str(error.strerror))
+            return
+        for path in paths:
+            yield from self._read_file(path)
 
     def see(self, before: bytes, start: int, token_ids: bytes, digest: Any) -> None:
         """Told of a good chunk whose chain is whole: ``before`` is the prefix digest in front of it (empty for a
@@ -70,45 +70,25 @@ class Records:
         return sum(wanted.records for wanted in every if not wanted.found)
 
     def _read_file(self, path: str) -> Iterator[Bad]:
+        wrong: list[BadLine] = []
         try:
-            fd, _ = open_chunk(path)
+            for line in read_records(path):
+                if isinstance(line, RequestRecord):
+                    self._add(line)
+                elif line.cut_short:
+                    self.cut_short.append(path)
+                else:
+                    wrong.append(line)
         except FileNotFoundError:
             return
-        except (Unreadable, OSError) as error:
-            yield Bad(path, str(error))
-            return
-        wrong, first, number = 0, "", 0
-        with open(fd, "rb") as file:
-            while line := file.readline(_MOST_BYTES):
-                number += 1
-                try:
-                    self._add(line)
-                except ValueError as error:
-                    if not line.endswith(b"\n") and not file.peek(1):
-                        self.cut_short.append(path)
-                        break
-                    wrong += 1
-                    first = first or f"line {number} is no request record: {error}"
+        except OSError as error:
+            yield Bad(path, str(error.strerror))
         if wrong:
-            yield Bad(path, first + (f"; {wrong - 1:,} more" if wrong > 1 else ""))
+            number, problem, _ = wrong[0]
+            first = f"line {number} is no request record: {problem}" if number else problem
+            yield Bad(path, first + (f"; {len(wrong) - 1:,} more" if len(wrong) > 1 else ""))
 
-    def _add(self, line: bytes) -> None:
-        tokens, prefix, before = parse(line)
+    def _add(self, record: RequestRecord) -> None:
         self.count += 1
-        self._wanted[before].setdefault((tokens, prefix), _Wanted(tokens, prefix)).records += 1
-
-
-def parse(line: bytes) -> tuple[int, bytes, bytes]:
-    """``(tokens, prefix digest of them, that of the chunk before the last)``. Raises ValueError."""
-    try:
-        record = json.loads(line)
-        if record.get("version") != VERSION:
-            raise ValueError(f"version {record.get('version')!r}, this program knows {VERSION}")
-        tokens, prompt = int(record["num_tokens"]), int(record["prompt_tokens"])
-        prefix, before = bytes.fromhex(record["prefix"]), bytes.fromhex(record["parent_prefix"])
-        str(record["request_id"]), str(record["last_chunk"])
-    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{error!r}") from None
-    if tokens < 1 or prompt < 0 or len(prefix) != 16 or len(before) not in (0, 16):
-        raise ValueError("a length or digest is impossible")
-    return tokens, prefix, before
+        tokens, prefix = record.num_tokens, record.prefix
+        self._wanted[record.parent_prefix].setdefault((tokens, prefix), _Wanted(tokens, prefix)).records += 1

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import xxhash
 
-from lmcache_hs_backend.chunk import DTYPES
 from lmcache_hs_backend.cli.chunks import Chunk
 from lmcache_hs_backend.cli.coldpath import Layer, Unreadable, open_chunk
 from lmcache_hs_backend.cli.console import CommandError
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
@@ -50,7 +50,7 @@ def read_rows(chunk: Chunk) -> list[tuple[Layer, bytearray]]:
 
 def as_tensor(chunk: Chunk, layer: Layer, data: bytearray) -> torch.Tensor:
     """Rows ``[num_tokens, hidden_dim]`` in the dtype of the file."""
-    return torch.frombuffer(data, dtype=DTYPES[layer.dtype]).view(chunk.head.num_tokens, layer.hidden_dim)
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[layer.dtype]).view(chunk.head.num_tokens, layer.hidden_dim)
 
 
 def _figures(chunk: Chunk, layer: Layer, data: bytearray) -> dict[str, Any]:

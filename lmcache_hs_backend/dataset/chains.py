@@ -8,16 +8,16 @@ rows of hidden states are not kept here; a sequence is the chunk it ends in and 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, token_bytes
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.dataset.forest import Forest
 from lmcache_hs_backend.dataset.index import FIRST, ChunkIndex, sequence_files
+from lmcache_hs_backend.format.request_log import RequestRecord, read_records
 
 
 class Sample(NamedTuple):
@@ -60,42 +60,6 @@ def leaves(forest: Forest, report: Report) -> list[Sample]:
 # -- requests --------------------------------------------------------------------------------------------
 
 
-_RECORD_VERSION = 1
-
-
-class RequestRecord(NamedTuple):
-    """One line of a ``sequences/*.jsonl``: what a request left in the tiers.
-
-    ``num_tokens`` rows were captured, the first ``prompt_tokens`` of them for the prompt; ``prefix`` is the
-    prefix digest (hex) of exactly those tokens, ``parent_prefix`` that of the chunk before the one they end
-    in (empty: they end in the first). So the rows are found again when a longer chunk has replaced the last.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    num_tokens: int
-    prefix: bytes
-    parent_prefix: bytes
-
-    @classmethod
-    def parse(cls, line: str) -> RequestRecord:
-        """Raises ValueError for a line that is no such record."""
-        try:
-            record: dict[str, Any] = json.loads(line)
-            if record.get("version", _RECORD_VERSION) != _RECORD_VERSION:
-                raise ValueError(f"a request record of version {record['version']!r}, not {_RECORD_VERSION}")
-            prompt, rows = int(record["prompt_tokens"]), int(record["num_tokens"])
-            result = cls(
-                str(record["request_id"]), prompt, rows,
-                bytes.fromhex(record["prefix"]), bytes.fromhex(record["parent_prefix"]),
-            )  # fmt: skip
-        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"not a request record: {error!r}") from None
-        if rows < 1 or prompt < 0 or len(result.prefix) != 16 or len(result.parent_prefix) not in (0, 16):
-            raise ValueError("not a request record: a length or digest is impossible")
-        return result
-
-
 def requests(forest: Forest, report: Report) -> list[Sample]:
     """One sequence per request record, in the order of the records. The same request twice counts once."""
     paths = sequence_files(forest.index)
@@ -132,12 +96,11 @@ def requests(forest: Forest, report: Report) -> list[Sample]:
 
 def _records(paths: Iterable[str], report: Report) -> Iterator[RequestRecord]:
     for path in paths:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    yield RequestRecord.parse(line)
-                except ValueError:  # a line cut short by a crash, or not ours
-                    report.left_out["unreadable request record"] += 1
+        for record in read_records(path):
+            if isinstance(record, RequestRecord):
+                yield record
+            else:  # a line cut short by a crash, of another version, or not ours
+                report.left_out["unreadable request record"] += 1
 
 
 def _usable(forest: Forest) -> Iterator[int]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, prefix_digests
-from lmcache_hs_backend.chunkfile import FileLayer, read_header
-from lmcache_hs_backend.chunkhead import BadChunk, FileLayout, Header
 from lmcache_hs_backend.dataset.errors import DatasetError
-from lmcache_hs_backend.reader import ChunkInfo, ColdTierReader, NotAColdPath
-from lmcache_hs_backend.tiers.namespace import ARCHIVE, SEQUENCES, chunk_path
+from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
+from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
+from lmcache_hs_backend.format.layout import ARCHIVE, chunk_path
+from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath
+from lmcache_hs_backend.format.request_log import record_files
 
 #: Values of ``Chunk.parent`` that are no index: the chunk is a sequence's first, or what precedes it is not here.
 FIRST = -1
@@ -248,9 +249,4 @@ def _chosen(model: str, label: str) -> bool:
 
 def sequence_files(index: ChunkIndex) -> list[str]:
     """The files of request records beside the chunks of an index, in a fixed order."""
-    paths = []
-    for directory in index.sequence_dirs:
-        folder = os.path.join(directory, SEQUENCES)
-        if os.path.isdir(folder):
-            paths += sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".jsonl"))
-    return paths
+    return [path for directory in index.sequence_dirs for path in record_files(directory)]

@@ -16,13 +16,14 @@ import xxhash
 
 from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
-from lmcache_hs_backend.chunkfile import read
-from lmcache_hs_backend.chunkhead import BadChunk, FileLayout, Header
 from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
 from lmcache_hs_backend.dataset.index import Chunk, ChunkFile, ChunkIndex
 from lmcache_hs_backend.dataset.norm import FinalNorm
+from lmcache_hs_backend.format.chunk_file import read
+from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 _IDLE_BYTES = 512 << 20
 
@@ -99,7 +100,7 @@ class RowReader:
         last = self._empty(count, 1, hidden)[:, 0] if both is None else both[:, width]
         ids = torch.empty(count, dtype=torch.int64)
         digest = xxhash.xxh3_128()
-        dtypes: dict[int, torch.dtype] = {}
+        dtypes: dict[int, str] = {}
         normed = judged = 0
         for position in self._index.chain(sample.last):
             chunk = self._index.chunks[position]
@@ -183,7 +184,9 @@ class RowReader:
                 else:
                     for spec in specs:
                         todo.remove(spec.layer_idx)
-                        rows = buffers[spec.layer_idx].rows(layout.num_tokens, spec.hidden_dim, spec.dtype)
+                        rows = buffers[spec.layer_idx].rows(
+                            layout.num_tokens, spec.hidden_dim, TORCH_DTYPES[spec.dtype]
+                        )
                         yield spec.layer_idx, spec, rows, header
                     break
         if todo:

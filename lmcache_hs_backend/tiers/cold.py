@@ -19,17 +19,27 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
-from lmcache_hs_backend import chunkfile
-from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
-from lmcache_hs_backend.chunkfile import FileLayer
-from lmcache_hs_backend.chunkhead import BadChunk, FileLayout, Header
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format import chunk_file
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
+from lmcache_hs_backend.format.layout import (
+    ARCHIVE,
+    QUARANTINE,
+    SUFFIX,
+    FoundFile,
+    chunk_path,
+    fan_out,
+    is_temporary,
+    temporary_name,
+)
+from lmcache_hs_backend.format.pages import ALIGN, align
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import NO_SPACE, DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
 from lmcache_hs_backend.tiers.mover import Mover
-from lmcache_hs_backend.tiers.namespace import ARCHIVE, QUARANTINE, FoundFile, Namespace, NotOurs, chunk_path, fan_out
+from lmcache_hs_backend.tiers.namespace import Namespace, NotOurs
 from lmcache_hs_backend.tiers.space import NoRoom, Space
 
 logger = logging.getLogger(__name__)
@@ -41,7 +51,7 @@ _ONE_FILE = (errno.EACCES, errno.EPERM, errno.EUCLEAN, errno.EBADMSG)
 _THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _MOST_SUSPECTS = 1000
 
-_Written = tuple[str, FileLayout, bytes]  # what chunkfile.write returns
+_Written = tuple[str, FileLayout, bytes]  # what chunk_file.write returns
 
 
 class _Turns:
@@ -134,24 +144,24 @@ class ColdTier:
         started = time.monotonic()
         try:
             path = self._reach(entry.name, known=known)
-            head = chunkfile.fetch(self._files, path, layout, into, direct=self._direct, turn=self._turns)
+            preamble = chunk_file.fetch(self._files, path, layout, into, direct=self._direct, turn=self._turns)
         except (OSError, BadChunk) as error:
             raise self._judged(entry.name, error) from None
         self._suspects.discard(entry.name)
         read_bytes = sum(len(view) for view in into.values())
         self._metrics.observe("disk_read_seconds", time.monotonic() - started, read_bytes=read_bytes)
-        return head
+        return preamble
 
-    def check(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview], head: bytes) -> bytes:
-        """The rest of ``read``, without I/O: whether that is the chunk. Returns its seal. Raises BadChunk."""
-        return chunkfile.check(
-            head, entry.name, entry.prefix, layout, into, verify=self._config.verify_reads, seal=entry.seal
+    def check(self, entry: Entry, layout: FileLayout, into: Mapping[int, memoryview], preamble: bytes) -> bytes:
+        """The rest of ``read``, without I/O: whether that is the chunk. Returns its digests. Raises BadChunk."""
+        return chunk_file.check(
+            preamble, entry.name, entry.prefix, layout, into, verify=self._config.verify_reads, digests=entry.digests
         )
 
     def read_header(self, name: bytes) -> Header:
         """The header of a chunk's file. Raises BadChunk (missing files included) or OSError."""
         try:
-            header = chunkfile.read_header(self._files, self._reach(name))
+            header = chunk_file.read_header(self._files, self._reach(name))
             self._suspects.discard(name)
             return header
         except (OSError, BadChunk) as error:
@@ -191,14 +201,14 @@ class ColdTier:
     ) -> tuple[FileLayout, bytes]:
         """Write a chunk's file in place of the one it may have. Raises NoRoom or OSError.
 
-        Returns its layout and seal, and counts its bytes; marking layers as clean is the caller's work.
+        Returns its layout and digests, and counts its bytes; marking layers as clean is the caller's work.
         """
         started = time.monotonic()
         nbytes = _most_bytes(meta, ids, rows)
         self.space.reserve(nbytes)
         size = 0
         try:
-            layout, seal = self._write_and_rename(entry, meta, ids, rows, archived, nbytes)
+            layout, digests = self._write_and_rename(entry, meta, ids, rows, archived, nbytes)
             size = layout.size
         except OSError as error:
             if error.errno == errno.EFBIG:  # a limit on the size of one file: no room will ever change that
@@ -223,7 +233,7 @@ class ColdTier:
         self._metrics.observe(
             "disk_write_seconds", time.monotonic() - started, written_chunks=1, written_bytes=layout.size
         )
-        return layout, seal
+        return layout, digests
 
     def _write_and_rename(
         self,
@@ -238,22 +248,22 @@ class ColdTier:
         self._check_folder(folder)
 
         def write(direct: bool) -> _Written:
-            return chunkfile.write(
+            return chunk_file.write(
                 self._files, folder, meta, ids, rows,
                 direct=direct, fsync=self._config.fsync, mtime_ns=entry.used_ns, turn=self._turns,
             )  # fmt: skip
 
         try:
-            temporary, layout, seal = self._with_folder(folder, write)
+            temporary, layout, digests = self._with_folder(folder, write)
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:  # what is left after a short write is not aligned
-                temporary, layout, seal = write(False)
+                temporary, layout, digests = write(False)
             elif error.errno in NO_SPACE and self.space.evict_for_disk(nbytes):
-                temporary, layout, seal = self._after_eviction(folder, write)
+                temporary, layout, digests = self._after_eviction(folder, write)
             else:
                 raise
         self._rename(temporary, chunk_path(self._root(archived), entry.name))
-        return layout, seal
+        return layout, digests
 
     def _with_folder(self, folder: str, write: Callable[[bool], _Written]) -> _Written:
         try:
@@ -354,7 +364,7 @@ class ColdTier:
         # One line says what to look for; when a whole directory is damaged, the counters tell the rest.
         level = logging.DEBUG if told else logging.WARNING
         logger.log(level, "chunk file %s is not usable (%s): %s", self.path(entry.name), bad.reason, bad)
-        name = f"{entry.name.hex()}.{time.time_ns():x}.{bad.reason}{chunkfile.SUFFIX}"
+        name = f"{entry.name.hex()}.{time.time_ns():x}.{bad.reason}{SUFFIX}"
         target = os.path.join(self._directory, QUARANTINE, name)
         moved = bad.reason != "missing"
         size = 0
@@ -390,7 +400,7 @@ class ColdTier:
                 self._move_aside(target)
                 self._files.rename(source, target)
         except OSError:
-            if chunkfile.is_temporary(os.path.basename(source)):
+            if is_temporary(os.path.basename(source)):
                 with contextlib.suppress(OSError):
                     self._files.unlink(source)
             raise
@@ -445,7 +455,7 @@ class ColdTier:
 
     def _probe_direct(self) -> bool:
         """Whether the filesystem takes O_DIRECT, found out by writing one page."""
-        path = os.path.join(self._directory, chunkfile.temporary_name("probe"))
+        path = os.path.join(self._directory, temporary_name("probe"))
         page = mmap.mmap(-1, ALIGN)  # aligned, as O_DIRECT wants it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_DIRECT | os.O_CLOEXEC
         try:
@@ -468,5 +478,5 @@ def _most_bytes(meta: ChunkMeta, ids: bytes, rows: Mapping[LayerSpec, memoryview
     """At least as many bytes as the file will have; how long its header is, only writing it tells."""
     # A character can take six bytes in JSON, and twice that in JSON within JSON.
     text = 6 * (len(meta.key) + len(meta.chunk_hash) + len(meta.parent) + len(meta.model) + len(meta.capture))
-    head = align(1024 + text + 192 * len(rows) + len(ids))
-    return head + sum(len(view) for view in rows.values())
+    preamble = align(1024 + text + 192 * len(rows) + len(ids))
+    return preamble + sum(len(view) for view in rows.values())

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from lmcache_hs_backend.chunkfile import FileLayer, temporary_name
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.layout import temporary_name
 from lmcache_hs_backend.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.chunk import LayerSpec
 from lmcache_hs_backend.tiers.copying import Crew
 from lmcache_hs_backend.tiers.index import Entry, Index, Slot, slot_bytes
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 #: Rows of one layer of one chunk on their way between a tensor and a slot: the first row in the tensor, how many, and
 #: the slot.
@@ -174,4 +175,4 @@ class HotTier:
         self, rows: torch.Tensor, row: int, tokens: int, offset: int, spec: LayerSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         part = rows if tokens == rows.shape[0] else rows[row : row + tokens]
-        return part, self.arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype)
+        return part, self.arena.rows_at(offset, tokens, spec.hidden_dim, TORCH_DTYPES[spec.dtype])

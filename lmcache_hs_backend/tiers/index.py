@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.arena import align
 from lmcache_hs_backend.chunk import LayerSpec
-from lmcache_hs_backend.chunkhead import Description, FileLayout
+from lmcache_hs_backend.format.header import Description, FileLayout
+from lmcache_hs_backend.format.pages import align
 
 _SIDE_BY_SIDE = 16
 
@@ -75,7 +75,7 @@ class Entry:
     hot: dict[int, Slot] = field(default_factory=dict)
     filed: FileLayout | None = None
     file_bytes: int = 0
-    seal: bytes = b""  # of the file that ``filed`` describes; empty when it is not known
+    digests: bytes = b""  # of the file that ``filed`` describes; empty when it is not known
     # What the writer needs beyond the rows; kept while there are rows in RAM.
     described: Description | None = None
     # Recovered layers that no store has been answered for yet (see Intake.store).

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec, Presence
-from lmcache_hs_backend.chunkhead import MAX_LAYERS, Description
+from lmcache_hs_backend.format.header import MAX_LAYERS, Description
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import CONFIRMED, UNCONFIRMED, UNREAD, Entry, Slot, slot_bytes
+from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES
 from lmcache_hs_backend.tiers.pair import TierPair
 
 #: A lease that ends makes room without anybody being told, so a waiting store looks again this often.
@@ -75,7 +76,7 @@ class Intake:
         """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
 
         ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of chunk.DTYPES, on any device; a chunk has at
-        most chunkhead.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks
+        most chunk_header.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks
         that newly hold one of the layers; a chunk recovered from disk counts the first time it is stored in
         this process, though nothing is copied. ``wait_sec``: how long to wait for room; None: the setting's time.
         """
@@ -83,7 +84,7 @@ class Intake:
         deadline = time.monotonic() + (pair.config.store_wait_ms / 1000 if wait_sec is None else wait_sec)
         rows = dict(itertools.islice(rows.items(), MAX_LAYERS))
         refs = [ref for ref in refs if ref.start >= row_offset]
-        specs = [LayerSpec(layer_idx, tensor.dtype, tensor.shape[1]) for layer_idx, tensor in rows.items()]
+        specs = [LayerSpec(layer_idx, DTYPE_NAMES[tensor.dtype], tensor.shape[1]) for layer_idx, tensor in rows.items()]
         ensure_read(pair, refs, deadline - time.monotonic())
         answers = pair.presence([ref.kv_key for ref in refs], True)
         with pair.lock:

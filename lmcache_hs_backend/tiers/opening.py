@@ -14,11 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiers.background import Background
 from lmcache_hs_backend.tiers.cleaner import Cleaner
 from lmcache_hs_backend.tiers.index import Standing
 from lmcache_hs_backend.tiers.mover import Executor, Mover
-from lmcache_hs_backend.tiers.namespace import Namespace, NamespaceId
+from lmcache_hs_backend.tiers.namespace import Namespace
 from lmcache_hs_backend.tiers.pair import TierPair
 from lmcache_hs_backend.tiers.recovery import Recovery
 

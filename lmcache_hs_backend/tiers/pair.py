@@ -22,9 +22,9 @@ from collections.abc import Sequence
 
 from lmcache_hs_backend.arena import Buffer, BufferPool
 from lmcache_hs_backend.chunk import AskPresence, ChunkRef, LayerSpec, Presence, chunk_name
-from lmcache_hs_backend.chunkfile import FileLayer
-from lmcache_hs_backend.chunkhead import BadChunk, Header
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.cold import ColdTier
 from lmcache_hs_backend.tiers.copying import Crew, work_alone
@@ -158,7 +158,7 @@ class TierPair:
             slot = entry.hot.get(spec.layer_idx)
             if slot is not None and slot.spec.hidden_dim != spec.hidden_dim:
                 raise BadChunk("replaced", f"layer {spec.layer_idx} was stored again with another hidden size")
-        entry.filed, entry.seal = self.index.share(header.layout), header.seal
+        entry.filed, entry.digests = self.index.share(header.layout), header.digests
         if entry.standing is Standing.UNREAD:
             entry.prefix, entry.num_tokens = meta.prefix, meta.num_tokens
             entry.uncounted = frozenset(spec.layer_idx for spec in header.layout.layers)
@@ -332,9 +332,9 @@ class Write(FileOp):
         with pair.lock:
             described, used_ns = entry.described, entry.used_ns
         assert described is not None  # a hot chunk is
-        layout, seal = pair.cold.write(entry, *described.parts(), rows)
+        layout, digests = pair.cold.write(entry, *described.parts(), rows)
         with pair.lock:
-            entry.filed, entry.seal = pair.index.share(layout), seal
+            entry.filed, entry.digests = pair.index.share(layout), digests
             entry.saved_ns = used_ns
         return layout.size
 

@@ -17,9 +17,10 @@ from queue import SimpleQueue
 import torch
 
 from lmcache_hs_backend.chunk import ChunkRef
-from lmcache_hs_backend.chunkhead import BadChunk, Description, FileLayout
+from lmcache_hs_backend.format.header import BadChunk, Description, FileLayout
 from lmcache_hs_backend.tiers.copying import Copy, copy_alone
 from lmcache_hs_backend.tiers.index import Entry, Slot
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.mover import FileOp
 from lmcache_hs_backend.tiers.pair import TierPair
 
@@ -117,7 +118,7 @@ class Read(FileOp):
         self._scratch: dict[int, torch.Tensor] = {}  # rows of the layers for which there was no slot
         self._into: dict[int, memoryview] = {}  # the memory that the file has to fill
         self._head: bytes | None = None  # what stands in front of the rows in the file, once it has
-        self._good: tuple[bytes, Description] | None = None  # the file's seal, and what else it says, if all is well
+        self._good: tuple[bytes, Description] | None = None  # the file's digests, and what else it says, if all is well
         self._ended = False
         pair.lease(entry)
 
@@ -183,7 +184,7 @@ class Read(FileOp):
                 logger.warning("no memory to read %d bytes into: %s", nbytes, error)
                 return "memory"
             self._into[layer_idx] = buffer.bytes()
-            self._scratch[layer_idx] = buffer.rows(entry.num_tokens, spec.hidden_dim, spec.dtype)
+            self._scratch[layer_idx] = buffer.rows(entry.num_tokens, spec.hidden_dim, TORCH_DTYPES[spec.dtype])
         return None
 
     def _fetch(self) -> str | None:
@@ -217,10 +218,10 @@ class Read(FileOp):
         miss, self.miss = self.miss, "bad_file"
         again = False
         try:
-            head, layout = self._head, self._layout
-            if head is not None and layout is not None:
-                seal = self._pair.cold.check(self._entry, layout, self._into, head)
-                self._good = seal, Description.of_file(head, layout)
+            preamble, layout = self._head, self._layout
+            if preamble is not None and layout is not None:
+                digests = self._pair.cold.check(self._entry, layout, self._into, preamble)
+                self._good = digests, Description.of_file(preamble, layout)
             if miss is None and self._waiter is not None and not self._waiter.gave_up:
                 self._copy(self._waiter, copy)
             self.miss = miss
@@ -238,7 +239,7 @@ class Read(FileOp):
             rows = self._scratch.get(layer_idx)
             if rows is None:
                 slot = self._slots.get(layer_idx) or entry.hot[layer_idx]
-                rows = arena.rows_at(slot.offset, entry.num_tokens, slot.spec.hidden_dim, slot.spec.dtype)
+                rows = arena.rows_at(slot.offset, entry.num_tokens, slot.spec.hidden_dim, TORCH_DTYPES[slot.spec.dtype])
             copy(waiter.result[layer_idx][ref.start : ref.end], rows)
 
     def _end(self, again: bool) -> None:
@@ -250,7 +251,7 @@ class Read(FileOp):
             if good is None:
                 pair.hot.free(slots)
             else:
-                entry.seal, described = good
+                entry.digests, described = good
                 if slots:
                     entry.hot.update(slots)
                     entry.described = described

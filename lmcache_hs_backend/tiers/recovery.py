@@ -15,22 +15,23 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from lmcache_hs_backend.chunkfile import is_in_the_making, is_temporary
 from lmcache_hs_backend.config import GIB
-from lmcache_hs_backend.tiers.index import Entry, Standing
-from lmcache_hs_backend.tiers.mover import Executor
-from lmcache_hs_backend.tiers.namespace import (
+from lmcache_hs_backend.format.layout import (
     ARCHIVE,
     QUARANTINE,
     FoundFile,
-    NamespaceLock,
     chunk_names,
     fan_out_folders,
-    namespaces,
+    is_in_the_making,
+    is_temporary,
     scan_chunks,
     scan_flat,
     scan_folder,
 )
+from lmcache_hs_backend.format.namespace import namespaces
+from lmcache_hs_backend.tiers.index import Entry, Standing
+from lmcache_hs_backend.tiers.mover import Executor
+from lmcache_hs_backend.tiers.namespace import NamespaceLock
 from lmcache_hs_backend.tiers.pair import Delete, TierPair
 
 logger = logging.getLogger(__name__)

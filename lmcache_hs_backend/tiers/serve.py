@@ -20,6 +20,7 @@ from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.copying import alone, copy_serially
 from lmcache_hs_backend.tiers.headers import ensure_read
 from lmcache_hs_backend.tiers.index import CONFIRMED, UNREAD, Entry
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.pair import TierPair
 from lmcache_hs_backend.tiers.reads import Read, Waiter
 
@@ -213,7 +214,7 @@ class Serve:
             return {}
 
     def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None) -> torch.Tensor:
-        hidden_dim, dtype = spec.hidden_dim, dtype or spec.dtype
+        hidden_dim, dtype = spec.hidden_dim, dtype or TORCH_DTYPES[spec.dtype]
         if self._pin:
             # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lmcache_hs_backend.chunkfile import FileLayer
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.layout import FoundFile
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.health import DiskHealth
 from lmcache_hs_backend.tiers.index import Entry, Index
 from lmcache_hs_backend.tiers.mover import Mover
-from lmcache_hs_backend.tiers.namespace import FoundFile, NamespaceLock, refuse_links
+from lmcache_hs_backend.tiers.namespace import NamespaceLock, refuse_links
 
 logger = logging.getLogger(__name__)
 

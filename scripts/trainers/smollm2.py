@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 NAME, CHUNK, SLOTS = "SmolLM2-135M-Instruct", 64, (2, 15, 27, 30)
 CAPTURE = {"source": "transformers", "layer_ids": "vllm", "last_layer": "pre-norm", "num_layers": 30}

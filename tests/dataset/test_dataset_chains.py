@@ -245,7 +245,7 @@ def record(ids: Sequence[int], prompt: int, request_id: str, parent: int) -> str
 
     return json.dumps(
         {
-            "request_id": request_id, "prompt_tokens": prompt, "num_tokens": len(ids),
+            "version": 1, "request_id": request_id, "prompt_tokens": prompt, "num_tokens": len(ids),
             "prefix": digest(len(ids)), "parent_prefix": digest(parent), "finish_reason": "stop", "capture": VLLM,
         }
     )  # fmt: skip
@@ -315,10 +315,12 @@ def test_shares_are_disjoint_and_together_everything(of: int) -> None:
         "{",
         "[]",
         "null",
-        '{"request_id": "a"}',
-        '{"request_id": "a", "prompt_tokens": 1, "num_tokens": 1e999, "prefix": "", "parent_prefix": ""}',
-        '{"request_id": "a", "prompt_tokens": 1, "num_tokens": 2, "prefix": "zz", "parent_prefix": ""}',
-        '{"request_id": "a", "prompt_tokens": -1, "num_tokens": 2, "prefix": "' + "00" * 16 + '", "parent_prefix": ""}',
+        '{"version": 1, "request_id": "a"}',
+        '{"version": 1, "request_id": "a", "prompt_tokens": 1, "num_tokens": 1e999, "prefix": "", "parent_prefix": ""}',
+        '{"version": 1, "request_id": "a", "prompt_tokens": 1, "num_tokens": 2, "prefix": "zz", "parent_prefix": ""}',
+        '{"version": 1, "request_id": "a", "prompt_tokens": -1, "num_tokens": 2, "prefix": "'
+        + "00" * 16
+        + '", "parent_prefix": ""}',
         "[" * 100_000,
     ],
     ids=lambda line: line[:30] or "empty",

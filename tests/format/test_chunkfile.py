@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lmcache_hs_backend import chunkfile
-from lmcache_hs_backend.arena import ALIGN, BufferPool
-from lmcache_hs_backend.chunk import DTYPES, ChunkMeta, LayerSpec, chunk_name, token_bytes
-from lmcache_hs_backend.chunkfile import FileLayer
-from lmcache_hs_backend.chunkhead import BadChunk, Header
+from lmcache_hs_backend.arena import BufferPool
+from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec, chunk_name, token_bytes
+from lmcache_hs_backend.format import chunk_file
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.header import BadChunk, Header
+from lmcache_hs_backend.format.pages import ALIGN
+from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from tests.support.disks import INJECTED
 from tests.support.figures import tell
 
@@ -39,11 +41,11 @@ def write(
 ) -> tuple[Path, ChunkMeta]:
     tokens = len(next(iter(layers.values())))
     meta = ChunkMeta(key, "ab", "", b"\7" * 16, 0, tokens, "org/model", "2026-01-01T00:00:00Z")._replace(**changes)
-    specs = {idx: LayerSpec(idx, tensor.dtype, tensor.shape[1]) for idx, tensor in layers.items()}
+    specs = {idx: LayerSpec(idx, DTYPE_NAMES[tensor.dtype], tensor.shape[1]) for idx, tensor in layers.items()}
     buffers = {idx: pool.get(spec.nbytes(tokens)) for idx, spec in specs.items()}
     for idx, tensor in layers.items():
         buffers[idx].rows(tokens, tensor.shape[1], tensor.dtype).copy_(tensor)
-    path, layout, _ = chunkfile.write(
+    path, layout, _ = chunk_file.write(
         FILES, str(folder), meta, token_bytes(list(range(tokens))),
         {spec: buffers[idx].bytes() for idx, spec in specs.items()},
         direct=False, fsync=False, mtime_ns=1,
@@ -59,7 +61,7 @@ def write(
     tokens=st.integers(1, 300),
     layers=st.dictionaries(
         st.integers(-(2**63), 2**63 - 1),
-        st.tuples(st.sampled_from(list(DTYPES.values())), st.integers(1, 70)),
+        st.tuples(st.sampled_from(list(TORCH_DTYPES.values())), st.integers(1, 70)),
         min_size=1,
         max_size=5,
     ),
@@ -76,12 +78,12 @@ def test_any_chunk_round_trips_and_any_library_opens_it(
         f"layer.{idx}": tensor.dtype for idx, tensor in rows.items()
     }
     assert all(torch.equal(loaded[f"layer.{idx}"], tensor) for idx, tensor in rows.items())
-    header = chunkfile.read_header(FILES, str(path))
+    header = chunk_file.read_header(FILES, str(path))
     assert header.meta == meta
-    assert header.layout.head_bytes % ALIGN == 0, "the first layer's rows start at a page"
+    assert header.layout.preamble_bytes % ALIGN == 0, "the first layer's rows start at a page"
     for idx, tensor in rows.items():
         buffer = pool.get(tensor.nbytes)
-        chunkfile.read(
+        chunk_file.read(
             FILES, str(path), chunk_name(key), meta.prefix, header.layout, {idx: buffer.bytes()},
             direct=False, verify=True,
         )  # fmt: skip
@@ -111,7 +113,7 @@ def test_files_get_the_mode_that_umask_says(tmp_path: Path, pool: BufferPool) ->
 
 def test_nothing_that_is_read_from_disk_is_unpickled() -> None:
     """Only cli/parallel.py pickles, between a program and the processes that it forked itself."""
-    package = Path(chunkfile.__file__).parent
+    package = Path(chunk_file.__file__).parent
     found = set()
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -125,23 +127,23 @@ def test_nothing_that_is_read_from_disk_is_unpickled() -> None:
     assert found <= {"cli/parallel.py"}
 
 
-# -- seals ---------------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------------------
 
 
 class Sealed:
-    """A file of two layers of which the first is read, again and again, by somebody who knows its seal."""
+    """A file of two layers of which the first is read, again and again, by somebody who knows its digests."""
 
     def __init__(self, folder: Path, pool: BufferPool) -> None:
         self.path, self.meta = write(folder, pool, {0: torch.randn(64, 128).bfloat16(), 1: torch.randn(64, 32)})
-        self.header = chunkfile.read_header(FILES, str(self.path))
+        self.header = chunk_file.read_header(FILES, str(self.path))
         self.into = {0: pool.get(64 * 256).bytes()}
 
-    def check(self, *, verify: bool = True, seal: bytes | None = None) -> bytes:
+    def check(self, *, verify: bool = True, digests: bytes | None = None) -> bytes:
         layout = self.header.layout
-        head = chunkfile.fetch(FILES, str(self.path), layout, self.into, direct=False)
-        return chunkfile.check(
+        head = chunk_file.fetch(FILES, str(self.path), layout, self.into, direct=False)
+        return chunk_file.check(
             head, chunk_name(self.meta.key), self.meta.prefix, layout, self.into,
-            verify=verify, seal=self.header.seal if seal is None else seal,
+            verify=verify, digests=self.header.digests if digests is None else digests,
         )  # fmt: skip
 
     def flip(self, offset: int) -> None:
@@ -159,9 +161,9 @@ def test_with_a_known_seal_a_flipped_bit_is_found_as_without(
     tmp_path: Path, pool: BufferPool, where: str, verify: bool, known: bool
 ) -> None:
     sealed = Sealed(tmp_path, pool)
-    seal = sealed.header.seal if known else b""
-    assert sealed.check(verify=verify, seal=seal) == sealed.header.seal
-    begin, size = sealed.header.layout.head_bytes, sealed.header.layout.size
+    digests = sealed.header.digests if known else b""
+    assert sealed.check(verify=verify, digests=digests) == sealed.header.digests
+    begin, size = sealed.header.layout.preamble_bytes, sealed.header.layout.size
     # Layers lie in the file by descending item size: first 1, in float32, then 0.
     at = {
         "its JSON": 12,
@@ -172,10 +174,10 @@ def test_with_a_known_seal_a_flipped_bit_is_found_as_without(
     }
     sealed.flip(at[where])
     if where == "another layer" or (where == "the layer that is read" and not verify):
-        assert sealed.check(verify=verify, seal=seal) == sealed.header.seal
+        assert sealed.check(verify=verify, digests=digests) == sealed.header.digests
     else:
         with pytest.raises(BadChunk):
-            sealed.check(verify=verify, seal=seal)
+            sealed.check(verify=verify, digests=digests)
 
 
 def test_another_file_of_the_same_chunk_is_as_good_as_the_one_whose_seal_is_known(
@@ -183,8 +185,8 @@ def test_another_file_of_the_same_chunk_is_as_good_as_the_one_whose_seal_is_know
 ) -> None:
     sealed = Sealed(tmp_path, pool)
     other = Sealed(tmp_path, pool)  # of the same name, with other rows
-    assert sealed.header.seal != other.header.seal
-    assert sealed.check() == other.header.seal, "from now on it is that file's"
+    assert sealed.header.digests != other.header.digests
+    assert sealed.check() == other.header.digests, "from now on it is that file's"
 
 
 def test_a_checksum_that_is_none_costs_its_own_layer_only(tmp_path: Path, pool: BufferPool) -> None:
@@ -193,9 +195,9 @@ def test_a_checksum_that_is_none_costs_its_own_layer_only(tmp_path: Path, pool: 
     checksums = json.loads(header["__metadata__"]["xxh3"])
     header["__metadata__"]["xxh3"] = json.dumps(checksums | {"layer.1": "unknown"})
     with_header(sealed.path, header)
-    sealed.header = chunkfile.read_header(FILES, str(sealed.path))
-    assert sealed.header.seal == b""
-    assert sealed.check() == b"", "a reader takes its head apart each time"
+    sealed.header = chunk_file.read_header(FILES, str(sealed.path))
+    assert sealed.header.digests == b""
+    assert sealed.check() == b"", "a reader parses its preamble each time"
     sealed.into = {1: pool.get(64 * 128).bytes()}
     with pytest.raises(BadChunk, match=r"layer\.1"):
         sealed.check()
@@ -277,7 +279,7 @@ def test_a_header_with(tmp_path: Path, pool: BufferPool, kind: str) -> None:
     try:
         started = time.thread_time()
         with pytest.raises(BadChunk):
-            chunkfile.read_header(FILES, str(path))
+            chunk_file.read_header(FILES, str(path))
         assert time.thread_time() - started < 2.0, "of the processor's time, with every allocation traced"
         assert tracemalloc.get_traced_memory()[1] < 32 << 20, "bounded by the size of a header, not by what it says"
     finally:
@@ -286,13 +288,13 @@ def test_a_header_with(tmp_path: Path, pool: BufferPool, kind: str) -> None:
 
 def test_a_file_far_larger_than_its_header_says_is_a_bad_chunk(tmp_path: Path, pool: BufferPool) -> None:
     path, meta = write(tmp_path, pool, {0: torch.randn(64, 128).bfloat16()})
-    layout = chunkfile.read_header(FILES, str(path)).layout
+    layout = chunk_file.read_header(FILES, str(path)).layout
     os.truncate(path, 1 << 40)  # a hole of a terabyte
     with pytest.raises(BadChunk):
-        chunkfile.read_header(FILES, str(path))
+        chunk_file.read_header(FILES, str(path))
     rows = pool.get(64 * 256)
     with pytest.raises(BadChunk):
-        chunkfile.read(
+        chunk_file.read(
             FILES, str(path), chunk_name(meta.key), meta.prefix, layout, {0: rows.bytes()},
             direct=False, verify=True,
         )  # fmt: skip
@@ -303,7 +305,7 @@ def test_a_file_that_ends_early_is_a_bad_chunk(tmp_path: Path, pool: BufferPool,
     path, _ = write(tmp_path, pool, {0: torch.randn(64, 128).bfloat16()})
     os.truncate(path, size)
     with pytest.raises(BadChunk):
-        chunkfile.read_header(FILES, str(path))
+        chunk_file.read_header(FILES, str(path))
 
 
 def test_the_header_reader_survives_any_bytes(tmp_path: Path, pool: BufferPool) -> None:
@@ -318,7 +320,7 @@ def test_the_header_reader_survives_any_bytes(tmp_path: Path, pool: BufferPool) 
         path.write_bytes(data)
         tried += 1
         try:
-            header = chunkfile.read_header(FILES, str(path))
+            header = chunk_file.read_header(FILES, str(path))
         except BadChunk:
             refused += 1
         else:

@@ -18,11 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_hs_backend import chunkfile, chunkhead
 from lmcache_hs_backend.chunk import chunk_name
 from lmcache_hs_backend.cli import coldpath
 from lmcache_hs_backend.cli.parallel import in_processes
-from lmcache_hs_backend.tiers import namespace as ours
+from lmcache_hs_backend.format import chunk_file, layout
+from lmcache_hs_backend.format import header as chunk_header
+from lmcache_hs_backend.format import namespace as ours
 from tests.support.cold_paths import CHUNK, MODEL, add_prompt, file_bytes, namespace, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, fails, inspect, inspect_json
 from tests.support.waiting import wait_until
@@ -65,7 +66,7 @@ class TestListing:
     def test_layers_that_differ_are_told_one_by_one(self, cold: Path) -> None:
         directory = namespace(cold)
         prompt = add_prompt(directory, tokens_of(CHUNK), layers=(0,))
-        header = chunkfile.read_header(chunkfile.FileLayer(), str(prompt.files[0]))
+        header = chunk_file.read_header(chunk_file.FileLayer(), str(prompt.files[0]))
         rows = {1: torch.zeros(CHUNK, 8), 0: prompt.rows[0][0]}
         prompt.files[0].write_bytes(file_bytes(header.meta, header.token_ids, rows))
         [chunk] = listed(cold)
@@ -184,7 +185,7 @@ class TestChoosing:
 def crowd(directory: Path, count: int) -> list[Path]:
     """Chunks by the thousand in two of the 256 folders: more than are ever opened or read ahead."""
     [whole] = add_prompt(directory, tokens_of(CHUNK)).files
-    header = chunkfile.read_header(chunkfile.FileLayer(), str(whole))
+    header = chunk_file.read_header(chunk_file.FileLayer(), str(whole))
     whole.unlink()
     files: list[Path] = []
     for number in itertools.count():
@@ -192,7 +193,7 @@ def crowd(directory: Path, count: int) -> list[Path]:
         name = chunk_name(key)
         if name[0] > 1:
             continue
-        path = Path(ours.chunk_path(str(directory), name))
+        path = Path(layout.chunk_path(str(directory), name))
         path.parent.mkdir(exist_ok=True)
         meta = header.meta._replace(key=key, chunk_hash=f"{number:016x}")
         path.write_bytes(file_bytes(meta, header.token_ids, {0: torch.zeros(CHUNK, 1)}))
@@ -324,22 +325,22 @@ class TestItReadsWhatTheStoreReads:
     """The inspector's own reading of names and headers agrees with the store's."""
 
     def test_the_words_are_the_same(self) -> None:
-        assert (coldpath.CHUNK_FORMAT, coldpath.CHUNK_VERSION) == (chunkhead.FORMAT, chunkhead.VERSION)
+        assert (coldpath.CHUNK_FORMAT, coldpath.CHUNK_VERSION) == (chunk_header.FORMAT, chunk_header.VERSION)
         assert (coldpath.NAMESPACE_FORMAT, coldpath.NAMESPACE_VERSION) == (ours.FORMAT, ours.VERSION)
-        for name in ("RECORD", "LOCK", "QUARANTINE", "ARCHIVE", "SEQUENCES", "MAX_RECORD_BYTES"):
-            assert getattr(coldpath, name) == getattr(ours, name)
+        for name in ("RECORD", "LOCK", "QUARANTINE", "ARCHIVE", "SEQUENCES"):
+            assert getattr(coldpath, name) == getattr(layout, name)
         for name in ("MAX_HEADER_BYTES", "MAX_LAYERS", "MAX_TOKENS"):
-            assert getattr(coldpath, name) == getattr(chunkhead, name)
+            assert getattr(coldpath, name) == getattr(chunk_header, name)
 
     @staticmethod
     def by_store(path: Path) -> tuple:
         try:
-            header = chunkfile.read_header(chunkfile.FileLayer(), str(path))
-        except chunkhead.BadChunk as bad:
+            header = chunk_file.read_header(chunk_file.FileLayer(), str(path))
+        except chunk_header.BadChunk as bad:
             return ("bad", bad.reason)
         meta, layout = header.meta, header.layout
-        layers = [(spec.layer_idx, str(spec.dtype).removeprefix("torch."), spec.hidden_dim) for spec in layout.layers]
-        return (*meta, layers, header.checksums, layout.head_bytes, header.token_ids)
+        layers = [(spec.layer_idx, coldpath.DTYPES[spec.dtype][1], spec.hidden_dim) for spec in layout.layers]
+        return (*meta, layers, header.checksums, layout.preamble_bytes, header.token_ids)
 
     @staticmethod
     def by_inspector(path: Path) -> tuple:
@@ -385,10 +386,10 @@ class TestItReadsWhatTheStoreReads:
         found = coldpath.ColdPath(str(cold))
         assert [(n.directory, n.record) for n in found.namespaces] == list(ours.namespaces(str(cold)))
         for each in found.namespaces:
-            theirs = sorted(file.path for file in ours.scan_chunks(each.directory) if file.name)
+            theirs = sorted(file.path for file in layout.scan_chunks(each.directory) if file.name)
             mine = [file.path for folder in coldpath.folders(each.directory) for file in coldpath.scan(folder)]
             assert sorted(mine) == theirs
 
     @pytest.mark.parametrize("name", [".x.1.2.tmp", ".tmpAb12Cd", ".tmpAb12Cde", "x.tmp", ".tmp", "..tmp", ".a\n.tmp"])
     def test_temporaries_are_told_alike(self, name: str) -> None:
-        assert coldpath.is_temporary(name) == chunkfile.is_temporary(name)
+        assert coldpath.is_temporary(name) == layout.is_temporary(name)

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from lmcache_hs_backend import chunkfile
+from lmcache_hs_backend.format import chunk_file
 from tests.support.cold_paths import CHUNK, HIDDEN, add_prompt, file_bytes, namespace, tokens_of
 from tests.support.inspecting import fails, inspect, inspect_json
 
@@ -22,7 +22,7 @@ def cold(tmp_path: Path) -> Path:
 
 def replace_rows(path: Path, rows: dict[int, torch.Tensor]) -> None:
     """Put other rows into a chunk's file, checksums and all."""
-    header = chunkfile.read_header(chunkfile.FileLayer(), str(path))
+    header = chunk_file.read_header(chunk_file.FileLayer(), str(path))
     path.write_bytes(file_bytes(header.meta, header.token_ids, rows))
 
 

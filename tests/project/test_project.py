@@ -22,11 +22,10 @@ PACKAGE = ROOT / "lmcache_hs_backend"
 #: From the bottom up; a module may import from its own level and from those below.
 LEVELS = [
     ["chunk", "config"],
+    ["format"],
     ["arena", "metrics"],
-    ["chunkhead"],
-    ["chunkfile"],
     ["tiers"],
-    ["tiered", "reader"],
+    ["tiered"],
     ["integrations", "dataset", "cli"],
 ]
 
@@ -82,7 +81,7 @@ class Absent:
         if name.split(".")[0] in ("lmcache", "vllm"):
             raise ImportError(name)
 sys.meta_path.insert(0, Absent())
-import lmcache_hs_backend.tiered, lmcache_hs_backend.reader, lmcache_hs_backend.cli.inspect
+import lmcache_hs_backend.tiered, lmcache_hs_backend.format.reader, lmcache_hs_backend.cli.inspect
 from lmcache_hs_backend import ColdTierReader, TieredConfig
 try:
     from lmcache_hs_backend import HSTieredBackend

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_hs_backend.arena import ALIGN, HUGE_PAGE, Arena, BufferPool
+from lmcache_hs_backend.arena import HUGE_PAGE, Arena, BufferPool
+from lmcache_hs_backend.format.pages import ALIGN
 
 
 @settings(deadline=None, max_examples=150)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_hs_backend.chunkfile import FileLayer
 from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.tiered import TieredStore
 from tests.support.disks import INJECTED, FaultyDisk
 from tests.support.figures import tell

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hs_backend import chunkfile
+from lmcache_hs_backend.format import chunk_file, layout
 from lmcache_hs_backend.tiered import TieredStore
 from tests.store.test_surroundings import PLAIN, run_python
 from tests.support.disks import INJECTED, FaultyDisk
@@ -252,7 +252,7 @@ def test_a_left_over_of_a_process_with_the_same_pid_stops_no_start(tmp_path: Pat
 import sys
 sys.path[:0] = {sys.path!r}
 from tests.support.prompts import IDENT
-from lmcache_hs_backend.chunkfile import temporary_name
+from lmcache_hs_backend.format.layout import temporary_name
 print(temporary_name("x").split(".")[3])
 """
     numbers = [
@@ -260,7 +260,7 @@ print(temporary_name("x").split(".")[3])
         for _ in range(2)
     ]
     assert numbers[0] != numbers[1], "in a container every run has the same pid, so something else must differ"
-    assert chunkfile.is_temporary(chunkfile.temporary_name("namespace.json"))
+    assert layout.is_temporary(layout.temporary_name("namespace.json"))
 
 
 @pytest.mark.parametrize("name", [".notes.tmp", ".swp.tmp", ".a.b.tmp", ".1.tmp"])
@@ -349,7 +349,7 @@ def test_of_two_stores_at_one_path_only_that_whose_lock_lies_there_goes_on(tmp_p
 def test_a_directory_that_becomes_another_one_during_a_call_costs_no_chunk(tmp_path: Path, there: str) -> None:
     place, away = tmp_path / "cold", tmp_path / "away"
 
-    class Moved(chunkfile.FileLayer):
+    class Moved(chunk_file.FileLayer):
         """The directory is replaced when a second chunk is opened for reading."""
 
         armed = opened = 0

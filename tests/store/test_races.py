@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lmcache_hs_backend.chunk import LayerSpec, Presence, token_bytes
-from lmcache_hs_backend.chunkfile import FileLayer, read_header, write
+from lmcache_hs_backend.format.chunk_file import FileLayer, read_header, write
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.reads import Read, Waiter
 from tests.support.disks import FaultyDisk
@@ -511,7 +511,7 @@ def test_a_file_of_fewer_tokens_is_never_served_as_more(tmp_path: Path) -> None:
         short = pool.get(LAYER_BYTES // 2)
         made, _, _ = write(
             FileLayer(), str(path.parent), meta._replace(num_tokens=CHUNK // 2), token_bytes(p.ids[: CHUNK // 2]),
-            {LayerSpec(0, torch.bfloat16, HIDDEN): short.bytes()}, direct=False, fsync=False, mtime_ns=1,
+            {LayerSpec(0, "BF16", HIDDEN): short.bytes()}, direct=False, fsync=False, mtime_ns=1,
         )  # fmt: skip
         os.rename(made, path)
     with opened(tmp_path) as store:

@@ -24,8 +24,8 @@ import torch
 
 from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.format.layout import LOCK, RECORD
 from lmcache_hs_backend.tiers import index
-from lmcache_hs_backend.tiers.namespace import LOCK, RECORD
 from tests.support.disks import INJECTED, FaultyDisk
 from tests.support.prompts import (
     CHUNK,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lmcache_hs_backend.chunk import Presence
-from lmcache_hs_backend.chunkfile import FileLayer, read_header
+from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers import cleaner
 from tests.support.prompts import (

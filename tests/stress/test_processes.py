@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hs_backend.reader import ColdTierReader, NotAColdPath
+from lmcache_hs_backend.format.reader import ColdTierReader, NotAColdPath
 from tests.support.figures import tell
 from tests.support.inspecting import inspect_json
 

@@ -22,8 +22,10 @@ import torch
 import xxhash
 
 from lmcache_hs_backend.chunk import ChunkMeta, ChunkRef, KeyedChunk, LayerSpec, chunk_refs, token_bytes
-from lmcache_hs_backend.chunkhead import build_head, file_order, layer_tensor
-from lmcache_hs_backend.tiers.namespace import LOCK, RECORD, NamespaceId, chunk_path
+from lmcache_hs_backend.format.header import build_preamble, file_order, layer_tensor
+from lmcache_hs_backend.format.layout import LOCK, RECORD, chunk_path
+from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES
 
 MODEL = "org/test-model"
 CHUNK = 64
@@ -109,13 +111,13 @@ def add_prompt(
 def file_bytes(meta: ChunkMeta, ids: bytes, rows: dict[int, torch.Tensor]) -> bytes:
     """A chunk file, by the package's own header."""
     by_spec = {
-        LayerSpec(idx, tensor.dtype, tensor.shape[1]): tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        for idx, tensor in rows.items()
+        LayerSpec(idx, DTYPE_NAMES[part.dtype], part.shape[1]): part.contiguous().view(torch.uint8).numpy().tobytes()
+        for idx, part in rows.items()
     }
     specs = file_order(list(by_spec))
     checksums = {"token_ids": xxhash.xxh3_64_hexdigest(ids)}
     checksums |= {layer_tensor(spec.layer_idx): xxhash.xxh3_64_hexdigest(by_spec[spec]) for spec in specs}
-    return build_head(meta, specs, checksums, ids) + b"".join(by_spec[spec] for spec in specs)
+    return build_preamble(meta, specs, checksums, ids) + b"".join(by_spec[spec] for spec in specs)
 
 
 def make_large(cold_path: Path, num_chunks: int, *, models: int = 2, shared: int = 8, length: int = 24) -> None:

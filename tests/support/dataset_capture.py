@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 MODEL = "org/tiny"
 CHUNK = 16

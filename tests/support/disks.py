@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from lmcache_hs_backend.chunkfile import FileLayer
+from lmcache_hs_backend.format.chunk_file import FileLayer
 
 INJECTED: Counter[str] = Counter()  # faults by kind, over the whole test run
 

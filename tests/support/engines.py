@@ -22,7 +22,8 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_hs_backend.chunkfile import SUFFIX, FileLayer
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.layout import SUFFIX
 from lmcache_hs_backend.integrations.lmcache.backend import HiddenStateKey
 from tests.support.waiting import wait_until
 

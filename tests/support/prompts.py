@@ -12,8 +12,8 @@ import xxhash
 
 from lmcache_hs_backend.chunk import ChunkRef, KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 from tests.support.figures import count_drops
 
 CHUNK = 32

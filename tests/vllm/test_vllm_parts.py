@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 
 from lmcache_hs_backend.chunk import chunk_name, prefix_digests
 from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.format.request_log import RecordWriter
 from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
 from lmcache_hs_backend.integrations.vllm.paths import confined, default_path
 from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk, RequestFile, Step
-from lmcache_hs_backend.integrations.vllm.records import RecordWriter
 from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence, Image
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 from lmcache_hs_backend.integrations.vllm.worker_side import sink
@@ -33,7 +34,6 @@ from lmcache_hs_backend.integrations.vllm.worker_side.request_files import Reque
 from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
 from lmcache_hs_backend.integrations.vllm.worker_side.tails import Tails, shorter
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 from tests.support.waiting import wait_until
 from tests.vllm.reference import ColdPath
 

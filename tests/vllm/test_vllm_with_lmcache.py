@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
 from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, ReadyChunk, Step
 from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence
@@ -21,7 +22,6 @@ from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStates
 from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks, find_store
 from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 pytest.importorskip("lmcache", reason="needs LMCache beside this package")
 pytestmark = pytest.mark.engine

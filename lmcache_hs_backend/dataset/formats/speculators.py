@@ -22,12 +22,12 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.formats.base import Encoded, Entry, Format, HashingFile, Job, bytes_of, save_torch
 from lmcache_hs_backend.dataset.masks import from_spans
 from lmcache_hs_backend.dataset.prepared import needs_extra
 from lmcache_hs_backend.dataset.rows import Rows
+from lmcache_hs_backend.format.pages import ALIGN, align
 
 FOLDER = "hidden_states"
 _FP8_MAX = 448.0

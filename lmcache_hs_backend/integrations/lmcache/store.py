@@ -21,14 +21,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lmcache_hs_backend.chunk import (
-    ChunkRef,
-    checked_rows,
-    chunk_name,
-    chunk_refs,
-    token_bytes,
-)
+from lmcache_hs_backend.chunk import ChunkRef, chunk_name, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig, hot_tier_bytes, plugin_names
+from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.integrations.lmcache.compat import (
     TORCH_DTYPE_TO_STR_DTYPE,
     CacheEngineKey,
@@ -38,7 +33,7 @@ from lmcache_hs_backend.integrations.lmcache.compat import (
 )
 from lmcache_hs_backend.integrations.lmcache.kv_presence import KvPresence
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
+from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import weakref
 import torch
 
 from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.integrations.vllm.naming import HASH_ALGORITHM, KeyFormat
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
 from lmcache_hs_backend.integrations.vllm.vllm_api import VLLM_VERSION, VllmConfig, get_kv_transfer_group
@@ -21,7 +22,6 @@ from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import Engi
 from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
 from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
-from lmcache_hs_backend.tiers.namespace import NamespaceId, local_model_revision
 
 logger = logging.getLogger(__name__)
 

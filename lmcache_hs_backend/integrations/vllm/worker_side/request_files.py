@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from safetensors.torch import save_file
 
-from lmcache_hs_backend.chunkfile import temporary_name
+from lmcache_hs_backend.format.layout import temporary_name
 from lmcache_hs_backend.integrations.vllm.paths import ERROR, LOCK, confined
 from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
 

@@ -20,17 +20,18 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef
-from lmcache_hs_backend.chunkfile import FileLayer, read_header
-from lmcache_hs_backend.chunkhead import BadChunk, Header
+from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
+from lmcache_hs_backend.format.header import BadChunk, Header
+from lmcache_hs_backend.format.layout import scan_chunks
+from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.format.request_log import RecordWriter
 from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
 from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk
-from lmcache_hs_backend.integrations.vllm.records import RecordWriter
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HostRows
 from lmcache_hs_backend.integrations.vllm.worker_side.tails import MOST_PARENTS, MOST_RECENT, Tails, shorter
 from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId, scan_chunks
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,10 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.chunkfile import FileLayer, read_header
-from lmcache_hs_backend.chunkhead import BadChunk, Header
-from lmcache_hs_backend.tiers.namespace import (
-    ARCHIVE,
-    RECORD,
-    FoundFile,
-    NamespaceRecordError,
-    namespaces,
-    read_record,
-    scan_chunks,
-)
+from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
+from lmcache_hs_backend.format.header import BadChunk, Header
+from lmcache_hs_backend.format.layout import ARCHIVE, RECORD, FoundFile, scan_chunks
+from lmcache_hs_backend.format.namespace import NamespaceRecordError, namespaces, read_record
 
 
 class NotAColdPath(Exception):

@@ -1,8 +1,9 @@
-"""What stands in front of the rows in a chunk file: made for a writer, taken apart and judged for a reader.
+"""The preamble of a chunk file, which is everything in front of its rows: made for a writer, checked for a reader.
 
-The format is fixed in docs/reference/chunk-file.md. Everything that comes from a disk is treated as hostile until it
-has been checked: bounded sizes, exact offsets, matching checksums. What fails is a ``BadChunk``. This module does no
-I/O.
+A preamble is the length of the header (8 bytes), the header (JSON, padded with spaces) and the token ids. This is the
+only parser of it. The format is fixed in docs/reference/chunk-file.md. Everything that comes from a disk is treated as
+hostile until it has been checked: bounded sizes, exact offsets, matching checksums. What fails is a ``BadChunk``.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_hs_backend.arena import ALIGN, align
-from lmcache_hs_backend.chunk import DTYPE_NAMES, DTYPES, TOKEN_BYTES, ChunkMeta, LayerSpec
+from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, LayerSpec
+from lmcache_hs_backend.format.pages import ALIGN, align
 
 FORMAT = "lmcache-hs-chunk"
 VERSION = "1"
@@ -48,17 +49,17 @@ class FileLayout(NamedTuple):
     """Where the layers of a chunk lie in its file. Equal for most chunks, and then shared."""
 
     num_tokens: int
-    head_bytes: int
+    preamble_bytes: int
     layers: tuple[LayerSpec, ...]
 
     @property
     def size(self) -> int:
-        return self.head_bytes + sum(spec.nbytes(self.num_tokens) for spec in self.layers)
+        return self.preamble_bytes + sum(spec.nbytes(self.num_tokens) for spec in self.layers)
 
     @property
     def direct(self) -> bool:
         """Whether the file can be moved with O_DIRECT."""
-        return self.head_bytes % ALIGN == 0 and all(s.nbytes(self.num_tokens) % ALIGN == 0 for s in self.layers)
+        return self.preamble_bytes % ALIGN == 0 and all(s.nbytes(self.num_tokens) % ALIGN == 0 for s in self.layers)
 
     def spec(self, layer_idx: int) -> LayerSpec | None:
         for spec in self.layers:
@@ -70,14 +71,14 @@ class FileLayout(NamedTuple):
 class Header(NamedTuple):
     """The checked header of a chunk file. ``checksums`` are xxh3_64 in hex by tensor name.
 
-    ``seal`` is what a file has to hold, in a few bytes: xxh3_64 of its head, then of each layer in file order.
+    ``digests`` is what a file has to hold, in a few bytes: xxh3_64 of its preamble, then of each layer in file order.
     """
 
     meta: ChunkMeta
     layout: FileLayout
     checksums: dict[str, str]
     token_ids: bytes
-    seal: bytes = b""
+    digests: bytes = b""
 
 
 class Description:
@@ -91,18 +92,18 @@ class Description:
         self._parts = meta, token_ids
 
     @classmethod
-    def of_file(cls, head: bytes, layout: FileLayout) -> Description:
-        """From a head that was found good. It is taken apart when somebody asks: for most chunks nobody ever does."""
+    def of_file(cls, preamble: bytes, layout: FileLayout) -> Description:
+        """From a preamble that was found good. It is parsed when it is asked for, which for most chunks it never is."""
         self = cls.__new__(cls)
-        self._parts, self._file = None, (head, layout)
+        self._parts, self._file = None, (preamble, layout)
         return self
 
     def parts(self) -> tuple[ChunkMeta, bytes]:
         """The metadata, and the token ids as int64 bytes."""
         parts = self._parts
         if parts is None:
-            head, layout = self._file
-            header = parse_head(head, layout.size, layout)
+            preamble, layout = self._file
+            header = parse_preamble(preamble, layout.size, layout)
             parts = self._parts = header.meta, header.token_ids
         return parts
 
@@ -114,10 +115,10 @@ def layer_tensor(layer_idx: int) -> str:
 
 def file_order(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
     """Layers in the order of the file: by descending item size, so that each tensor is aligned."""
-    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.layer_idx))
+    return sorted(specs, key=lambda spec: (-spec.itemsize, spec.layer_idx))
 
 
-def build_head(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[str, str], ids: bytes) -> bytes:
+def build_preamble(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mapping[str, str], ids: bytes) -> bytes:
     """Everything in front of the first layer's rows, padded so that those start at a multiple of 4096.
 
     ``specs`` must be in file order; ``ids`` are the chunk's own token ids (int64 bytes). Raises ValueError for
@@ -161,7 +162,7 @@ def _tensors(num_tokens: int, specs: tuple[LayerSpec, ...]) -> dict[str, Any]:
     for spec in specs:
         begin, end = end, end + spec.nbytes(num_tokens)
         tensors[layer_tensor(spec.layer_idx)] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
+            "dtype": spec.dtype,
             "shape": [num_tokens, spec.hidden_dim],
             "data_offsets": [begin, end],
         }
@@ -208,37 +209,37 @@ def parse_header(text: bytes | memoryview, file_size: int, expected: FileLayout 
         created_at=info["created_at"],
         capture=info["capture"],
     )
-    head_bytes = LENGTH_BYTES + len(text) + num_tokens * TOKEN_BYTES
+    preamble_bytes = LENGTH_BYTES + len(text) + num_tokens * TOKEN_BYTES
     if expected is not None and tensors == _tensors(num_tokens, expected.layers):
         layers = expected.layers
     else:
         layers = _layers(tensors, num_tokens)
-    layout = FileLayout(num_tokens, head_bytes, layers)
+    layout = FileLayout(num_tokens, preamble_bytes, layers)
     if layout.size != file_size:
         raise BadChunk("size", f"the header describes {layout.size} bytes, the file has {file_size}")
     return Header(meta, layout, checksums, b"")
 
 
-def parse_head(head: bytes | memoryview, file_size: int, expected: FileLayout | None = None) -> Header:
-    """Check everything in front of the rows: what ``build_head`` made, token ids included. See parse_header."""
-    end = LENGTH_BYTES + header_length(head, file_size)
-    header = parse_header(head[LENGTH_BYTES:end], file_size, expected)
-    return completed(header, head)
+def parse_preamble(preamble: bytes | memoryview, file_size: int, expected: FileLayout | None = None) -> Header:
+    """Check everything in front of the rows: what ``build_preamble`` made, token ids included. See parse_header."""
+    end = LENGTH_BYTES + header_length(preamble, file_size)
+    header = parse_header(preamble[LENGTH_BYTES:end], file_size, expected)
+    return with_token_ids(header, preamble)
 
 
-def completed(header: Header, head: bytes | memoryview) -> Header:
-    """A header together with what only its whole head tells: token ids and seal. Raises BadChunk."""
-    end = header.layout.head_bytes
-    token_ids = bytes(head[end - header.meta.num_tokens * TOKEN_BYTES : end])
+def with_token_ids(header: Header, preamble: bytes | memoryview) -> Header:
+    """A header together with what only the whole preamble tells: token ids and digests. Raises BadChunk."""
+    end = header.layout.preamble_bytes
+    token_ids = bytes(preamble[end - header.meta.num_tokens * TOKEN_BYTES : end])
     verify_tensor(TOKEN_IDS, token_ids, header.checksums)
-    seal = xxhash.xxh3_64_digest(head[:end])
+    digests = xxhash.xxh3_64_digest(preamble[:end])
     for spec in header.layout.layers:
         checksum = header.checksums.get(layer_tensor(spec.layer_idx), "")
         if not _HEX8.fullmatch(checksum):
-            seal = b""  # whoever wants the rows of that layer will find out
+            digests = b""  # whoever wants the rows of that layer will find out
             break
-        seal += bytes.fromhex(checksum)
-    return header._replace(token_ids=token_ids, seal=seal)
+        digests += bytes.fromhex(checksum)
+    return header._replace(token_ids=token_ids, digests=digests)
 
 
 _FIELDS = (
@@ -272,7 +273,7 @@ def _layers(tensors: dict[str, Any], num_tokens: int) -> tuple[LayerSpec, ...]:
                 good = match is not None and rows == num_tokens and type(hidden_dim) is int and hidden_dim > 0
                 if match is None or not good:
                     raise BadChunk("header", f"tensor {name[:40]!r} is not a layer of this chunk")
-                spec = LayerSpec(int(match[1]), DTYPES[dtype], hidden_dim)
+                spec = LayerSpec(int(match[1]), dtype, hidden_dim)
                 nbytes = spec.nbytes(num_tokens)
                 specs.append(spec)
             if not good or type(begin) is not int or begin != end or stop != begin + nbytes:

@@ -2,7 +2,7 @@
 
 A file is written once, under a temporary name, and renamed; it is never changed in place and never mapped, so
 a reader sees a whole file or none. Everything read from disk is treated as hostile until it has been checked:
-a regular file of the right size, a good head (see ``chunkhead``), matching key, matching prefix digest,
+a regular file of the right size, a good preamble (see ``header``), matching key, matching prefix digest,
 matching checksums. A file that fails is a ``BadChunk``; a disk that fails is an ``OSError``. This module decides
 neither where files lie nor what happens to a bad one.
 """
@@ -11,45 +11,40 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import mmap
 import os
-import re
 import stat
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import xxhash
 
-from lmcache_hs_backend.arena import ALIGN, align
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec, chunk_name
-from lmcache_hs_backend.chunkhead import (
+from lmcache_hs_backend.format.header import (
     DIGEST_BYTES,
     LENGTH_BYTES,
     TOKEN_IDS,
     BadChunk,
     FileLayout,
     Header,
-    build_head,
-    completed,
+    build_preamble,
     file_order,
     header_length,
     layer_tensor,
-    parse_head,
     parse_header,
+    parse_preamble,
     verify_tensor,
+    with_token_ids,
 )
-
-SUFFIX = ".safetensors"
+from lmcache_hs_backend.format.layout import temporary_name
+from lmcache_hs_backend.format.pages import ALIGN, align
 
 _ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
-_TEMPORARY = re.compile(r"\..+\.([0-9]+)\.([0-9]+)\.tmp|\.tmp[A-Za-z0-9]{6}", re.DOTALL)
 
 
-class _Heads(threading.local):
+class _Preambles(threading.local):
     """Page-aligned memory for what stands in front of the rows of a file, one piece per thread."""
 
     _KEPT = 1 << 16
@@ -66,7 +61,7 @@ class _Heads(threading.local):
         return memoryview(memory)[:nbytes]
 
 
-_heads = _Heads()
+_preambles = _Preambles()
 
 
 class FileLayer:
@@ -88,25 +83,6 @@ class FileLayer:
 
 # -- writing -----------------------------------------------------------------------------------------
 
-_FIRST = time.time_ns()  # in a container every run may have the same pid
-_sequence = itertools.count(_FIRST)
-
-
-def temporary_name(name: str) -> str:
-    """A fresh name beside the file ``name``, which a later start recognises as left over."""
-    return f".{name}.{os.getpid()}.{next(_sequence)}.tmp"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file is a left-over of ours, or of safetensors' own ``save_file``."""
-    return _TEMPORARY.fullmatch(name) is not None
-
-
-def is_in_the_making(name: str) -> bool:
-    """Whether a temporary file was made by this process, which may be writing it at this moment."""
-    match = _TEMPORARY.fullmatch(name)
-    return match is not None and match[1] == str(os.getpid()) and int(match[2]) >= _FIRST
-
 
 def write(
     files: FileLayer,
@@ -123,24 +99,24 @@ def write(
     """Write a chunk to a temporary file in ``directory``; the caller renames or unlinks it.
 
     ``rows`` gives the bytes of each layer (4096-aligned memory when ``direct``); they are moved within ``turn``.
-    Returns the temporary path, the layout and the seal. Raises OSError, having removed the temporary file.
+    Returns the temporary path, the layout and the digests. Raises OSError, having removed the temporary file.
     """
     specs = file_order(list(rows))
-    digests = [xxhash.xxh3_64_digest(rows[spec]) for spec in specs]
+    of_rows = [xxhash.xxh3_64_digest(rows[spec]) for spec in specs]
     checksums = {TOKEN_IDS: xxhash.xxh3_64_hexdigest(ids)}
-    checksums |= {layer_tensor(spec.layer_idx): digest.hex() for spec, digest in zip(specs, digests, strict=True)}
-    text = build_head(meta, specs, checksums, ids)
-    seal = b"".join([xxhash.xxh3_64_digest(text), *digests])
+    checksums |= {layer_tensor(spec.layer_idx): digest.hex() for spec, digest in zip(specs, of_rows, strict=True)}
+    text = build_preamble(meta, specs, checksums, ids)
+    digests = b"".join([xxhash.xxh3_64_digest(text), *of_rows])
     layout = FileLayout(meta.num_tokens, len(text), tuple(specs))
-    head = _heads.get(len(text))
-    head[:] = text
+    preamble = _preambles.get(len(text))
+    preamble[:] = text
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     path = os.path.join(directory, temporary_name(chunk_name(meta.key).hex()))
     fd = files.open(path, flags | (os.O_DIRECT if direct and layout.direct else 0), 0o666)
     try:
         try:
             with turn:
-                taken = _transfer(files.pwritev, fd, [head, *(rows[spec] for spec in specs)], 0)
+                taken = _transfer(files.pwritev, fd, [preamble, *(rows[spec] for spec in specs)], 0)
             if not taken:
                 raise OSError(errno.EIO, "the disk took no bytes", path)
             files.utime(fd, ns=(mtime_ns, mtime_ns))
@@ -152,7 +128,7 @@ def write(
         with contextlib.suppress(OSError):  # what counts is what went wrong before
             files.unlink(path)
         raise
-    return path, layout, seal
+    return path, layout, digests
 
 
 def _transfer(call: Any, fd: int, views: Sequence[memoryview], offset: int) -> bool:
@@ -208,23 +184,23 @@ def read_header(files: FileLayer, path: str) -> Header:
     """The header and token ids of a file, without its rows. Raises BadChunk or OSError."""
     fd, size = open_regular(files, path)
     try:
-        head = _grow(files, fd, b"", min(size, ALIGN))
-        head = _grow(files, fd, head, LENGTH_BYTES + header_length(head, size))
-        end = LENGTH_BYTES + header_length(head, size)
-        header = parse_header(head[LENGTH_BYTES:end], size)
-        head = _grow(files, fd, head, header.layout.head_bytes)
+        preamble = _grow(files, fd, b"", min(size, ALIGN))
+        preamble = _grow(files, fd, preamble, LENGTH_BYTES + header_length(preamble, size))
+        end = LENGTH_BYTES + header_length(preamble, size)
+        header = parse_header(preamble[LENGTH_BYTES:end], size)
+        preamble = _grow(files, fd, preamble, header.layout.preamble_bytes)
     finally:
         files.close(fd)
-    return completed(header, head)
+    return with_token_ids(header, preamble)
 
 
-def _grow(files: FileLayer, fd: int, head: bytes, size: int) -> bytes:
-    """``head``, read on until it has at least ``size`` bytes."""
-    if size <= len(head):
-        return head
-    more = bytearray(size - len(head))
-    _read_exactly(files, fd, [memoryview(more)], len(head))
-    return head + more
+def _grow(files: FileLayer, fd: int, preamble: bytes, size: int) -> bytes:
+    """``preamble``, read on until it has at least ``size`` bytes."""
+    if size <= len(preamble):
+        return preamble
+    more = bytearray(size - len(preamble))
+    _read_exactly(files, fd, [memoryview(more)], len(preamble))
+    return preamble + more
 
 
 def read(
@@ -243,8 +219,8 @@ def read(
     The file must still be the chunk ``name`` with that prefix digest and layout. Raises BadChunk (whatever ``into``
     then holds) or OSError.
     """
-    head = fetch(files, path, layout, into, direct=direct)
-    header = _parse_known(head, name, prefix, layout)
+    preamble = fetch(files, path, layout, into, direct=direct)
+    header = _parse_known(preamble, name, prefix, layout)
     if verify:
         _verify_rows(header, into)
     return header
@@ -259,19 +235,19 @@ def fetch(
     direct: bool,
     turn: AbstractContextManager[object] = _ANY_TIME,
 ) -> bytes:
-    """The I/O of ``read``: the layers go to ``into``, the head is returned; ``check`` says whether that is the chunk.
+    """The I/O of ``read``: the layers go to ``into``, the preamble is returned; ``check`` says whether it is the chunk.
 
-    The head comes along in the same system call where it can. All bytes are moved within ``turn``.
+    The preamble comes along in the same system call where it can. All bytes are moved within ``turn``.
     """
     fd, size = open_regular(files, path, direct=direct and layout.direct)
     try:
         if size != layout.size:
             raise BadChunk("size", f"{path} has {size} bytes instead of {layout.size}")
-        head = _heads.get(layout.head_bytes)
+        preamble = _preambles.get(layout.preamble_bytes)
         with turn:
             position = 0
-            batch: list[memoryview] = [head]
-            reached = layout.head_bytes
+            batch: list[memoryview] = [preamble]
+            reached = layout.preamble_bytes
             for spec in layout.layers:  # neighbours in the file go into one call
                 view = into.get(spec.layer_idx)
                 if view is not None:
@@ -286,41 +262,41 @@ def fetch(
                 _read_exactly(files, fd, batch, position)
     finally:
         files.close(fd)
-    return bytes(head)
+    return bytes(preamble)
 
 
 def check(
-    head: bytes,
+    preamble: bytes,
     name: bytes,
     prefix: bytes,
     layout: FileLayout,
     into: Mapping[int, memoryview],
     *,
     verify: bool,
-    seal: bytes = b"",
+    digests: bytes = b"",
 ) -> bytes:
-    """The rest of ``read``, without I/O. Returns the file's seal; empty: one of its checksums is none.
+    """The rest of ``read``, without I/O. Returns the file's digests; empty: one of its checksums is none.
 
-    ``seal``: that of the file when it was last written or read. A head that it fits is not taken apart again.
+    ``digests``: those of the file when it was last written or read. A preamble that fits them is not parsed again.
     """
-    if not seal or xxhash.xxh3_64_digest(head) != seal[:DIGEST_BYTES]:
-        header = _parse_known(head, name, prefix, layout)
+    if not digests or xxhash.xxh3_64_digest(preamble) != digests[:DIGEST_BYTES]:
+        header = _parse_known(preamble, name, prefix, layout)
         if verify:
             _verify_rows(header, into)
-        return header.seal
+        return header.digests
     if verify:
         end = DIGEST_BYTES
         for spec in layout.layers:
             begin, end = end, end + DIGEST_BYTES
             view = into.get(spec.layer_idx)
-            if view is not None and xxhash.xxh3_64_digest(view) != seal[begin:end]:
+            if view is not None and xxhash.xxh3_64_digest(view) != digests[begin:end]:
                 raise BadChunk("checksum", f"the bytes of {layer_tensor(spec.layer_idx)} do not match their checksum")
-    return seal
+    return digests
 
 
-def _parse_known(head: bytes, name: bytes, prefix: bytes, layout: FileLayout) -> Header:
+def _parse_known(preamble: bytes, name: bytes, prefix: bytes, layout: FileLayout) -> Header:
     """The header of a file that is to be this chunk with this layout. Raises BadChunk when it is not."""
-    header = parse_head(head, layout.size, layout)
+    header = parse_preamble(preamble, layout.size, layout)
     if chunk_name(header.meta.key) != name:
         raise BadChunk("key", f"the file holds the chunk {header.meta.key[:200]!r}")
     if header.meta.prefix != prefix or header.layout != layout:

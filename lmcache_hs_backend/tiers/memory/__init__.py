@@ -1,0 +1,1 @@
+"""Memory of the tiers: what rows are in RAM as."""
