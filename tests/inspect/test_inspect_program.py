@@ -71,7 +71,7 @@ def test_without_a_command_it_shows_them_all() -> None:
 
 
 def test_the_pages_of_the_manual_name_every_command() -> None:
-    manual = (Path(__file__).resolve().parents[2] / "docs" / "inspect.md").read_text()
+    manual = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "inspect.md").read_text()
     assert all(f"## {command}\n" in manual for command in COMMANDS)
 
 
