@@ -13,10 +13,10 @@ from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.capture import POST_NORM, PRE_NORM, Capture, Layers, choose_layers
 from lmcache_hs_backend.dataset.chains import Report, Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.forest import Forest
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.masks import LossMask
-from lmcache_hs_backend.dataset.norm import FinalNorm
 from lmcache_hs_backend.dataset.prepared import Prepared, ids_of, open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
 
@@ -116,12 +116,12 @@ class NormPlan:
     normed: bool
 
 
-def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None) -> NormPlan:
+def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None, norm_kind: str | None = None) -> NormPlan:
     """How to give the last layer on the side of the final norm that is wanted (None: either, it is flagged).
 
     Adds to the plan's warnings what had to be taken on trust. Raises DatasetError when it cannot be done.
     """
-    norm = None if model_dir is None else FinalNorm.load(model_dir)
+    norm = None if model_dir is None else FinalNorm.load(model_dir, norm_kind)
     plain = RowReader(plan.index, plan.layers)
     hidden = plain.hidden_size()
     if norm is not None and norm.hidden_size != hidden:

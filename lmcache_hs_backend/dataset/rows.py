@@ -19,8 +19,8 @@ from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
 from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.index import Chunk, ChunkFile, ChunkIndex
-from lmcache_hs_backend.dataset.norm import FinalNorm
 from lmcache_hs_backend.format.chunk_file import read
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES

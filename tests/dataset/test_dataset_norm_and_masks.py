@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.masks import LossMask, from_spans, spans
-from lmcache_hs_backend.dataset.norm import FinalNorm
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
 from tests.support.dataset_capture import HIDDEN, LAST, VLLM, Writer, ids_of, rows_of, save_norm
 
@@ -43,7 +43,7 @@ def test_rms_norm_is_torchs(model: str) -> None:
 
 
 def test_a_checkpoint_with_a_bias_has_a_layer_norm(tmp_path: Path) -> None:
-    folder = save_norm(tmp_path / "m", rms_norm_eps=None, layer_norm_epsilon=1e-5)
+    folder = save_norm(tmp_path / "m", model_type="gpt2", n_embd=HIDDEN, n_head=4, layer_norm_epsilon=1e-5)
     weight, bias = torch.rand(HIDDEN), torch.rand(HIDDEN)
     save_file({"transformer.ln_f.weight": weight, "transformer.ln_f.bias": bias}, folder / "model.safetensors")
     norm = FinalNorm.load(str(folder))
@@ -73,7 +73,13 @@ def test_the_norm_is_found_in_a_sharded_checkpoint_beside_those_of_the_layers(tm
         (lambda m: (m / "config.json").unlink(), "config.json"),
         (lambda m: (m / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda m: save_file({"x": torch.zeros(1)}, m / "model.safetensors"), "0 tensors look like a final norm"),
-        (lambda m: (m / "config.json").write_text("{}"), "has none of rms_norm_eps"),
+        (lambda m: (m / "config.json").write_text("{}"), "names no model_type; name it with --norm-kind"),
+        (lambda m: (m / "config.json").write_text('{"model_type": "internlm2"}'), "has none of rms_norm_eps"),
+        (lambda m: (m / "config.json").write_text('{"model_type": "new"}'), "type 'new' .* not known .*--norm-kind"),
+        (lambda m: (m / "config.json").write_bytes(b"\xff"), "config.json cannot be read"),
+        (lambda m: (m / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+        (lambda m: (m / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\x00" * 40), "model.safetensors cannot be read"),
     ],
 )
 def test_what_is_no_model_is_named(tmp_path: Path, spoil: object, text: str) -> None:

@@ -17,8 +17,8 @@ import lmcache_hs_backend.integrations.speculators as integration
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.cli.train import main as train
 from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.index import ChunkIndex
-from lmcache_hs_backend.dataset.norm import FinalNorm
 from lmcache_hs_backend.dataset.torch import HiddenStateDataset
 from tests.support.dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
 

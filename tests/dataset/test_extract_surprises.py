@@ -17,9 +17,9 @@ from lmcache_hs_backend import HiddenStateDataset
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.journal import STATE, Journal
 from lmcache_hs_backend.dataset.masks import LossMask
-from lmcache_hs_backend.dataset.norm import FinalNorm
 from tests.support.dataset_capture import Writer, ids_of, rows_of, save_norm
 
 PROMPTS = [ids_of(30, seed=seed) for seed in range(6)]
