@@ -192,7 +192,8 @@ class TieredStore:
             wait_sec: Seconds to wait for room. None: ``store_wait_ms`` of the settings.
 
         Returns:
-            How many chunks newly hold at least one of the layers. When there is no room, a prefix is kept.
+            How many chunks newly hold at least one of the layers; one recovered from disk counts once, too. When
+            there is no room, a prefix is kept.
 
         Raises:
             ValueError: The rows are not floats, are fewer than the chunks have, or more than the token ids.
