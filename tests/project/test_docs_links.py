@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -66,3 +67,28 @@ def test_every_page_is_reachable_from_the_readme() -> None:
             if path.endswith(".md") and not urlsplit(link).scheme:
                 waiting.append((page.parent / path).resolve())
     assert set((ROOT / "docs").rglob("*.md")) <= reached
+
+
+def test_the_sites_navigation_has_every_page() -> None:
+    def paths(entry: object) -> list[str]:
+        if isinstance(entry, dict):
+            return [path for value in entry.values() for path in paths(value)]
+        if isinstance(entry, list):
+            return [path for value in entry for path in paths(value)]
+        return [str(entry)]
+
+    listed = paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == pages | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    import lmcache_hs_backend
+
+    text = (ROOT / "docs/reference/api.md").read_text()
+    for name in [*lmcache_hs_backend.__all__, "HSTieredConnector"]:
+        if not name.startswith("__"):
+            assert re.search(rf"^::: lmcache_hs_backend[\w.]*\b{name}$|members: \[.*\b{name}\b", text, re.MULTILINE), (
+                name
+            )
