@@ -17,6 +17,10 @@ ended, so that an extraction can mask losses. Fields:
 ``last_chunk``        hash of the chunk they end in. When a longer chunk has replaced it since, the two
                       digests still find the rows: they are the first ones of a chunk after ``parent_prefix``
 ``capture``           as in the chunk files: source, layer ids and their convention, norm of the last layer
+``loss_spans``        optional: the tokens to train on, half-open ``[begin, end]`` pairs of token positions, ascending
+                      and apart, e.g. ``[[35, 41], [54, 66]]``; ``[]``: none. Absent: not known; then what was sampled
+                      (from ``prompt_tokens`` on) is what is trained on. They may reach beyond ``num_tokens``
+``cut_from``          optional: tokens that the row of a data set had before it was cut to fit the model
 ====================  ===================================================================================
 
 A record is written when those rows are on disk. A request of which nothing was stored has none.
@@ -42,6 +46,42 @@ VERSION = 1
 ROTATE_BYTES = 64 << 20
 
 _MAX_LINE_BYTES = 1 << 20  # a real one has some hundreds
+_MAX_SPANS = 16_384  # written out they stay below that
+
+#: Half-open ``[begin, end)`` positions of tokens, ascending and apart.
+Spans = tuple[tuple[int, int], ...]
+
+
+def parse_spans(value: object) -> Spans:
+    """``loss_spans`` as they stand in JSON. Raises ValueError, with what is wrong, for anything else."""
+    if not isinstance(value, list | tuple) or len(value) > _MAX_SPANS:
+        raise ValueError(f"loss_spans must be a list of at most {_MAX_SPANS} [begin, end] pairs")
+    spans, least = [], 0
+    for pair in value:
+        if not isinstance(pair, list | tuple) or [type(number) for number in pair] != [int, int]:
+            raise ValueError(f"loss_spans has {pair!r:.60}, which is no [begin, end] pair of integers")
+        begin, end = pair
+        if not least <= begin < end:
+            raise ValueError(f"loss_spans has [{begin}, {end}], but the pairs must be ascending, apart and not empty")
+        spans.append((begin, end))
+        least = end + 1  # pairs that touch are one
+    return tuple(spans)
+
+
+def client_fields(value: object) -> dict[str, Any]:
+    """What a client may say of its own request's record: ``loss_spans`` and ``cut_from``. Raises ValueError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not value.keys() <= {"loss_spans", "cut_from"}:
+        raise ValueError("a record takes loss_spans and cut_from from a client, nothing else")
+    fields: dict[str, Any] = {}
+    if "loss_spans" in value:
+        fields["loss_spans"] = [list(pair) for pair in parse_spans(value["loss_spans"])]
+    if "cut_from" in value:
+        if type(value["cut_from"]) is not int or value["cut_from"] < 1:
+            raise ValueError(f"cut_from must be a number of tokens, not {value['cut_from']!r:.60}")
+        fields["cut_from"] = value["cut_from"]
+    return fields
 
 
 class RequestRecord(NamedTuple):
@@ -52,6 +92,7 @@ class RequestRecord(NamedTuple):
     num_tokens: int
     prefix: bytes
     parent_prefix: bytes
+    loss_spans: Spans | None = None  # None: not known
 
     @classmethod
     def parse(cls, line: str | bytes) -> RequestRecord:
@@ -66,6 +107,7 @@ class RequestRecord(NamedTuple):
                 int(record["num_tokens"]),
                 bytes.fromhex(record["prefix"]),
                 bytes.fromhex(record["parent_prefix"]),
+                parse_spans(record["loss_spans"]) if record.get("loss_spans") is not None else None,
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{error!r}") from None

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_hs_backend.format.request_log import BadLine, RecordWriter, RequestRecord, read_records, record_files
+from lmcache_hs_backend.format.request_log import (
+    BadLine,
+    RecordWriter,
+    RequestRecord,
+    client_fields,
+    read_records,
+    record_files,
+)
 
 RECORD = {
     "request_id": "r", "prompt_tokens": 3, "num_tokens": 5, "prefix": "ab" * 16, "parent_prefix": "", "last_chunk": "c",
@@ -80,3 +87,32 @@ def test_any_value_gives_a_possible_record_or_a_value_error(data: st.DataObject)
     assert parsed.prompt_tokens >= 0
     assert len(parsed.prefix) == 16
     assert len(parsed.parent_prefix) in (0, 16)
+
+
+def test_loss_spans_are_read_back_and_absent_ones_are_not_known(tmp_path: Path) -> None:
+    writer = RecordWriter(str(tmp_path), 0o700)
+    writer.append({**RECORD, **client_fields({"loss_spans": [[0, 2], [3, 5]], "cut_from": 9})})
+    writer.append({**RECORD, **client_fields({"loss_spans": []})})
+    writer.append({**RECORD, **client_fields(None)})
+    writer.close()
+    [path] = record_files(str(tmp_path))
+    records = [record for record in read_records(path) if isinstance(record, RequestRecord)]
+    assert [record.loss_spans for record in records] == [((0, 2), (3, 5)), (), None]
+    assert json.loads(Path(path).read_text().splitlines()[0])["cut_from"] == 9
+
+
+BAD_SPANS = [5, "0-2", [[0]], [[0, 1, 2]], [[2, 2]], [[3, 1]], [[-1, 2]], [[0, 2], [1, 4]], [[0, 2], [2, 4]]]
+
+
+@pytest.mark.parametrize("spans", [*BAD_SPANS, [[0, 1.5]], [[False, True]], [[0, 1]] * 20_000])
+def test_spans_that_are_none_are_refused_by_writer_and_reader(spans: object) -> None:
+    with pytest.raises(ValueError, match="loss_spans"):
+        client_fields({"loss_spans": spans})
+    with pytest.raises(ValueError, match="loss_spans"):
+        RequestRecord.parse(json.dumps({"version": 1, **RECORD, "loss_spans": spans}))
+
+
+@pytest.mark.parametrize("said", [7, [], {"cut_from": 0}, {"cut_from": "9"}, {"num_tokens": 3}])
+def test_a_client_cannot_say_anything_else_of_its_record(said: object) -> None:
+    with pytest.raises(ValueError):
+        client_fields(said)

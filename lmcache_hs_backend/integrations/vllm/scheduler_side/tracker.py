@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_hs_backend.chunk import ChunkRef
+from lmcache_hs_backend.format.request_log import client_fields
 from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
 from lmcache_hs_backend.integrations.vllm.paths import confined, default_path
 from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, ReadyChunk, RequestFile, Step
@@ -249,11 +250,21 @@ class RequestTracker:
             "generated_tokens": request.num_output_tokens,
             "expected_tokens": end,
             "finish_reason": _reason(request),
+            **_said_by_client(request),
         }
 
 
 def _reason(request: Any) -> str:
     return str(request.get_finished_reason())
+
+
+def _said_by_client(request: Any) -> dict[str, Any]:
+    """What the client wants its record to say: data from outside, left out with a warning when it is malformed."""
+    try:
+        return client_fields((request.kv_transfer_params or {}).get("hidden_states_record"))
+    except ValueError as error:
+        logger.warning("request %s: hidden_states_record is ignored: %s", request.request_id, error)
+        return {}
 
 
 def _beside_tokens(request: Any) -> str:
