@@ -28,7 +28,7 @@ With --metrics, the running engine's own counters are added, from LMCache's /met
 
 examples:
   lmcache-hs-inspect stats --config lmcache.yaml
-  lmcache-hs-inspect stats /mnt/nvme/hs --metrics http://localhost:6999/metrics
+  lmcache-hs-inspect stats /mnt/nvme/hs --metrics http://localhost:7000/metrics
 """
 
 _AGES = ((3600, "1 h"), (86400, "1 d"), (7 * 86400, "7 d"), (30 * 86400, "30 d"))

@@ -137,6 +137,18 @@ def test_yaml_loads_and_settings_of_ours_are_valid(page: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("page", having("yaml"))
+def test_keys_of_lmcache_yaml_are_lmcaches(page: Path) -> None:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+    known = LMCacheEngineConfig.from_defaults()
+    for line, text in blocks(page, "yaml"):
+        if text.startswith("# lmcache.yaml"):
+            for key in yaml.safe_load(text):
+                assert hasattr(known, key), f"{page.name}, line {line}: LMCache has no {key}"
+
+
+@pytest.mark.engine
 def test_the_readmes_yaml_has_twelve_lines_and_loads_in_a_real_engine(
     tmp_path: Path, start: Callable[..., Any]
 ) -> None:
