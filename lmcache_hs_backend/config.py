@@ -132,6 +132,11 @@ class TieredConfig:
     write_back_sec: float = setting(30.0, number(0), "seconds after which a dirty chunk is written anyway")
     store_wait_ms: float = setting(500.0, number(0), "milliseconds that a store may wait for the disk to make room")
     read_timeout_sec: float = setting(5.0, number(0, above=True), "seconds after which an unfinished read is a miss")
+    kv_presence_timeout_ms: float = setting(
+        250.0,
+        number(0, above=True),
+        "milliseconds that LMCache's remote backends may take, for one call, to say whether they hold the KV",
+    )
     promote: bool = setting(True, boolean, "keep what a cold hit has read in the hot tier")
     on_kv_gone: str = setting(
         "delete", choice_of("delete", "archive"), "what becomes of a chunk whose KV LMCache has lost"

@@ -49,6 +49,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("write_back_sec", "soon", "a number at least 0"),
     ("store_wait_ms", -1, "a number at least 0"),
     ("read_timeout_sec", 0, "a number above 0"),
+    ("kv_presence_timeout_ms", 0, "a number above 0"),
     ("close_timeout_sec", -1, "a number at least 0"),
     ("use_odirect", "maybe", "'auto' or 'on' or 'off'"),
     ("on_kv_gone", "keep", "'delete' or 'archive'"),

@@ -1,16 +1,16 @@
-"""Does LMCache still hold the KV of a chunk? Present, gone, or nobody can say.
+"""Does LMCache still hold the KV of a chunk? Present, gone, or unknown.
 
 Only "gone" deletes hidden states, so it needs proof: every backend was asked and answered for itself, none
 of them was frozen out, bypassed, missing, disconnected, of a kind that cannot know, or in the middle of
 storing that very chunk. A ``contains`` that returns True is believed at once, from any backend.
 
-May block on a remote backend, for a bounded time where that is up to us; it is never called under a lock,
-and on the storage manager's own event loop (where a remote ``contains`` waits for itself) it asks nobody.
+Backends that answer from memory are asked first. What they do not have is asked of the others, of all of them at once
+and within one deadline (``slow_backends``). Never called under a lock; on the storage manager's own event loop
+(where a remote ``contains`` waits for itself) no backend is asked.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,20 +18,21 @@ from typing import Any
 
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.integrations.lmcache.compat import real_backend
+from lmcache_hs_backend.integrations.lmcache.slow_backends import SlowBackends
 
 #: Backends whose ``contains`` says False for KV that they can deliver, or has side effects.
 _CANNOT_KNOW = ("P2PBackend", "PDBackend", "PDBackendAsync")
 #: Backends that answer from a table in memory, so that asking them never blocks.
 _MEMORY_ONLY = ("LocalCPUBackend", "LocalDiskBackend")
-#: How long a remote connection may take to say that it does not have a chunk.
-_REMOTE_SEC = 2.0
 
 
 class KvPresence:
     """Asks the storage manager of one engine. Until one is bound, every KV counts as present."""
 
-    def __init__(self, use_layerwise: bool) -> None:
+    def __init__(self, use_layerwise: bool, timeout_sec: float) -> None:
+        """``timeout_sec``: how long the backends that may block can take for one call, all together."""
         self._use_layerwise = use_layerwise
+        self._slow = SlowBackends(timeout_sec)
         self._storage_manager: Any = None
         self._engine: weakref.ref[Any] | None = None
         self._seen: set[str] = set()  # names of all KV backends that there ever were
@@ -66,34 +67,37 @@ class KvPresence:
             if not getattr(real_backend(backend), "holds_no_kv", False)
         }
         self._seen |= backends.keys()
-        quick = all(map(_is_memory_only, backends.values()))
-        answers: list[Presence] = []
-        if quick or not memory_only:
-            answers = [Presence.PRESENT] * manager.batched_contains(list(keys))[0]
-            if len(answers) == len(keys):
-                return answers
-        # The batched walk passes each backend once, so it stops at the first prefix that is spread over two.
-        reachable = self._reachable(manager, backends, memory_only)
-        certain = len(reachable) == len(backends) and self._complete(manager, backends)
-        for number in range(len(answers), len(keys)):
-            if answers and answers[-1] is not Presence.PRESENT and not quick:
-                # The prefix has ended. To know of each later chunk whether it is an orphan is not worth a
-                # question over the network.
-                answers += [Presence.UNKNOWN] * (len(keys) - number)
-                break
-            answers.append(_ask_each(reachable, keys[number], certain))
+        reachable = _reachable(manager, backends)
+        quick = {name: backend for name, backend in reachable.items() if _is_memory_only(backend)}
+        slow = {name: backend for name, backend in reachable.items() if name not in quick}
+        present = 0
+        for backend in quick.values():  # as LMCache walks: each takes up where the one before it ended
+            present += backend.batched_contains(list(keys[present:])) if present < len(keys) else 0
+        answers = [Presence.PRESENT] * present
+        if present == len(keys):
+            return answers
+        # That walk passes each backend once, so it stops at the first prefix that is spread over two.
+        asked = {} if memory_only else slow
+        certain = quick.keys() | asked.keys() == backends.keys() and self._complete(manager, backends)
+        rest = keys[present:]
+        # First whether it is on its way: a put that ends between the two questions is then seen by the second.
+        unsure = [
+            not certain or any(_in_put_tasks(backend, key) for backend in (*quick.values(), *asked.values()))
+            for key in rest
+        ]
+        held: list[bool | None] = [any(backend.contains(key) for backend in quick.values()) for key in rest]
+        absent = [number for number, here in enumerate(held) if not here]
+        if asked and absent:
+            found = self._slow.ask(asked, [rest[number] for number in absent])
+            for number, here in zip(absent, found, strict=True):
+                held[number] = here
+        for here, doubt in zip(held, unsure, strict=True):
+            answers.append(Presence.PRESENT if here else Presence.UNKNOWN if doubt or here is None else Presence.GONE)
         return answers
 
-    def _reachable(self, manager: Any, backends: dict[str, Any], memory_only: bool) -> list[Any]:
-        """The backends from which LMCache would load KV now, or those of them that answer at once."""
-        bypassed, frozen = set(manager.get_bypassed_backends()), manager.is_frozen()
-        return [
-            backend
-            for name, backend in backends.items()
-            if name not in bypassed
-            and not (frozen and name != "LocalCPUBackend")
-            and (not memory_only or _is_memory_only(backend))
-        ]
+    def close(self) -> None:
+        """Ask the backends no more."""
+        self._slow.close()
 
     def _complete(self, manager: Any, backends: dict[str, Any]) -> bool:
         """Whether there is no other place where the KV may be."""
@@ -103,31 +107,14 @@ class KvPresence:
         return healthy and self._seen == backends.keys() and not any(map(_cannot_know, backends.values()))
 
 
-def _ask_each(backends: Sequence[Any], key: Any, certain: bool) -> Presence:
-    # First whether it is on its way: a put that ends between the two questions is then seen by the second.
-    unsure = not certain or any(_in_put_tasks(backend, key) for backend in backends)
-    for backend in backends:
-        held = _contains(real_backend(backend), backend, key)
-        if held:
-            return Presence.PRESENT
-        unsure |= held is None
-    return Presence.UNKNOWN if unsure else Presence.GONE
-
-
-def _contains(real: Any, backend: Any, key: Any) -> bool | None:
-    """Whether a backend has the key; None when it does not know."""
-    connection = getattr(real, "connection", None)
-    if connection is None or not hasattr(connection, "exists"):
-        return bool(backend.contains(key))
-    # RemoteBackend.contains turns every error into False and has no timeout, so ask its connection.
-    if getattr(real, "_mla_worker_id_as0_mode", False):
-        key = key.with_new_worker_id(0)
-    future = asyncio.run_coroutine_threadsafe(connection.exists(key), real.loop)
-    try:
-        return bool(future.result(_REMOTE_SEC))
-    except Exception:  # noqa: BLE001 - whatever a third party's connection raises, it does not know
-        future.cancel()
-        return None
+def _reachable(manager: Any, backends: dict[str, Any]) -> dict[str, Any]:
+    """The backends from which LMCache would load KV now."""
+    bypassed, frozen = set(manager.get_bypassed_backends()), manager.is_frozen()
+    return {
+        name: backend
+        for name, backend in backends.items()
+        if name not in bypassed and not (frozen and name != "LocalCPUBackend")
+    }
 
 
 def _in_put_tasks(backend: Any, key: Any) -> bool:

@@ -83,7 +83,7 @@ class TieredHiddenStateStore:
         capacity = hot_tier_bytes(config.max_hidden_state_cpu_size)
         self._token_database = token_database
         self._allowed = None if config.hidden_state_layers is None else frozenset(config.hidden_state_layers)
-        self._presence = KvPresence(bool(config.use_layerwise))
+        self._presence = KvPresence(bool(config.use_layerwise), settings.kv_presence_timeout_ms / 1000)
         self.tiers = TieredStore(
             settings,
             capacity,
@@ -151,6 +151,7 @@ class TieredHiddenStateStore:
 
     def close(self) -> None:
         """Write what is not on disk yet and end, within ``close_timeout_sec``. May be called again."""
+        self._presence.close()
         self.tiers.close()
 
     # -- and beyond it -----------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class TieredHiddenStateStore:
         """Belong to an engine: heed its health, and close when it vanishes without closing us."""
         self._presence.watch(engine)
         # A finalizer runs on any thread and inside any lock: it may do nothing but start somebody else.
-        vanished = weakref.finalize(engine, _close_behind, self.tiers)
+        vanished = weakref.finalize(engine, _close_behind, self.tiers, self._presence)
         vanished.atexit = False  # TieredStore sees to the end of the process
 
     def add_layer(self, key: CacheEngineKey, layer_idx: int, rows: torch.Tensor) -> bool:
@@ -307,8 +308,12 @@ class TieredHiddenStateStore:
         return key_name(self._token_database._make_key_by_hash(chunk_hash))
 
 
-def _close_behind(tiers: TieredStore) -> None:
-    threading.Thread(target=tiers.close, name="hs-close", daemon=True).start()
+def _close_behind(tiers: TieredStore, presence: KvPresence) -> None:
+    def close() -> None:
+        presence.close()
+        tiers.close()
+
+    threading.Thread(target=close, name="hs-close", daemon=True).start()
 
 
 def key_name(key: Any) -> bytes:

@@ -1,0 +1,238 @@
+"""Asks LMCache's backends that may block whether they hold KV: within a deadline, all keys at once, with a breaker.
+
+``KvPresence`` decides what the answers mean; here each key gets True, False or None, and None is the answer of a
+backend that cannot be trusted to know, raised, or did not answer in time. What LMCache's connectors answer when they
+are in trouble was read in the sources of 0.5.6 and 0.5.7rc2; most have no timeout, and some block the storage
+manager's event loop, on which every put and get of KV runs too, so those are asked from threads of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_hs_backend.integrations.lmcache.compat import real_backend
+
+logger = logging.getLogger(__name__)
+
+#: Connectors whose ``exists`` raises when the remote is in trouble, so that False means absent. Not among them, because
+#: they answer False instead: S3 (any failed HEAD, and for ever after three connection errors), Azure, Bigtable,
+#: SageMaker HyperPod, EIC; because a False may be old: HFBucket (cached), RedisSentinel (asks a replica); because their
+#: libraries were not read: InfiniStore and whatever comes from elsewhere. Blackhole keeps nothing, and says so.
+_RAISES = frozenset(
+    {
+        "RedisConnector",
+        "RedisClusterConnector",
+        "RESPConnector",
+        "ValkeyConnector",
+        "MooncakestoreConnector",
+        "LMCServerConnector",
+        "MockConnector",
+        "BlackholeConnector",
+    }
+)
+#: Connectors over a directory. ``os.path.exists`` is False for every error, so their False is looked into.
+_ON_A_FILESYSTEM = frozenset({"FSConnector", "HF3fsConnector"})
+#: Connectors whose coroutine blocks the event loop that runs it; their ``exists_sync`` needs no loop.
+_BLOCKS_THE_LOOP = frozenset({"S3Connector", "RedisSentinelConnector", "MooncakestoreConnector", "EICConnector"})
+
+_THREADS = 16
+_LATE_CALLS = 2  # after so many calls in a row that a backend has not answered in time, it is not asked any more
+_PROBE_SEC = 1.0
+
+
+@dataclass
+class _Breaker:
+    """Of one backend. ``SlowBackends`` guards it."""
+
+    late: int = 0  # calls in a row that were not answered in time
+    target: tuple[Any, Any] | None = None  # the backend and the key to probe with
+    is_open: bool = False
+
+
+class SlowBackends:
+    """Asks backends for KV and waits ``timeout_sec`` for all of their answers together. Thread-safe."""
+
+    def __init__(self, timeout_sec: float) -> None:
+        self._timeout_sec = timeout_sec
+        self._threads = _Threads(_THREADS)
+        self._lock = threading.Lock()
+        self._breakers: dict[str, _Breaker] = {}
+        self._closed = threading.Event()
+
+    def ask(self, backends: Mapping[str, Any], keys: Sequence[Any]) -> list[bool | None]:
+        """For each key: True if a backend holds it, False if none does, None if that is not known."""
+        deadline = time.monotonic() + self._timeout_sec
+        asked: dict[str, list[Future[bool | None]] | None] = {}
+        for name, backend in backends.items():
+            asked[name] = [self._submit(backend, key) for key in keys] if self._may_ask(name, backend, keys) else None
+        futures = [future for answers in asked.values() for future in answers or ()]
+        wait(futures, max(0.0, deadline - time.monotonic()))
+        held: list[bool | None] = [False] * len(keys)
+        for name, answers in asked.items():
+            late = False
+            for number in range(len(keys)):
+                answer = None
+                if answers is not None:
+                    late |= not answers[number].done()
+                    answer = _result(answers[number])
+                if answer or (answer is None and not held[number]):
+                    held[number] = answer
+            if answers is not None:
+                self._judge(name, late)
+        return held
+
+    def close(self) -> None:
+        """Ask no more. Threads that wait for a backend end when it answers."""
+        self._closed.set()
+        self._threads.close()
+
+    # -- the breaker -----------------------------------------------------------------------------------------
+
+    def _may_ask(self, name: str, backend: Any, keys: Sequence[Any]) -> bool:
+        with self._lock:
+            breaker = self._breakers.setdefault(name, _Breaker())
+            breaker.target = (backend, keys[0])
+            return not breaker.is_open and not self._closed.is_set()
+
+    def _judge(self, name: str, late: bool) -> None:
+        """After a call: open the breaker of a backend that is late again and again, and probe it from then on."""
+        with self._lock:
+            breaker = self._breakers[name]
+            breaker.late = breaker.late + 1 if late else 0
+            if breaker.late < _LATE_CALLS or breaker.is_open:
+                return
+            breaker.is_open = True
+        logger.warning(
+            "%s has not answered within kv_presence_timeout_ms (%g) in %d calls: until it does, hidden states whose KV "
+            "only it may hold are not served",
+            name, self._timeout_sec * 1000, _LATE_CALLS,
+        )  # fmt: skip
+        threading.Thread(target=self._probe, args=(name, breaker), name="hs-kv-probe", daemon=True).start()
+
+    def _probe(self, name: str, breaker: _Breaker) -> None:
+        while not self._closed.wait(_PROBE_SEC):
+            with self._lock:
+                assert breaker.target is not None
+                backend, key = breaker.target
+            future = self._submit(backend, key)
+            wait([future], self._timeout_sec)
+            answered = future.done()
+            _result(future)
+            if answered:
+                with self._lock:
+                    breaker.is_open, breaker.late = False, 0
+                logger.info("%s answers again", name)
+                return
+
+    # -- one question ----------------------------------------------------------------------------------------
+
+    def _submit(self, backend: Any, key: Any) -> Future[bool | None]:
+        real = real_backend(backend)
+        connection = getattr(real, "connection", None)
+        if connection is None or not hasattr(connection, "exists"):
+            return self._threads.submit(lambda: bool(backend.contains(key)))
+        # RemoteBackend.contains turns every error into False and has no timeout, so its connection is asked.
+        if getattr(real, "_mla_worker_id_as0_mode", False):
+            key = key.with_new_worker_id(0)
+        connector = _innermost(connection)
+        kind = type(connector).__name__
+        if kind in _BLOCKS_THE_LOOP:
+            return self._threads.submit(lambda: _meant(kind, connection.exists_sync(key)))
+        return asyncio.run_coroutine_threadsafe(_exists(connection, connector, key), real.loop)
+
+
+def _result(future: Future[bool | None]) -> bool | None:
+    if not future.done():
+        future.cancel()
+        return None
+    return None if future.cancelled() or future.exception() is not None else future.result()
+
+
+async def _exists(connection: Any, connector: Any, key: Any) -> bool | None:
+    kind, held = type(connector).__name__, await connection.exists(key)
+    if not held and kind in _ON_A_FILESYSTEM:
+        return await asyncio.to_thread(_on_the_filesystem, connector, key)
+    return _meant(kind, held)
+
+
+def _meant(kind: str, held: Any) -> bool | None:
+    """What an answer of a connector is worth: a True counts from any, a False only from those that would raise."""
+    return True if held else False if kind in _RAISES else None
+
+
+def _on_the_filesystem(connector: Any, key: Any) -> bool | None:
+    """A file is absent only if its directory is there: an unmounted or broken filesystem raises, or has neither."""
+    path = connector._get_file_path(key)
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False if os.path.isdir(os.path.dirname(path)) else None
+    return True
+
+
+def _innermost(connection: Any) -> Any:
+    """The connector inside LMCache's wrappers for metrics and audits."""
+    while True:
+        unwrap = getattr(connection, "getWrappedConnector", None)
+        inner = unwrap() if callable(unwrap) else getattr(connection, "real_connector", None)
+        if inner is None or inner is connection:
+            return connection
+        connection = inner
+
+
+class _Threads:
+    """Daemon threads, started as needed, for questions that block: those of an executor would hold up the exit."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._started = self._idle = 0
+        self._closed = False
+        self._jobs: queue.SimpleQueue[tuple[Future[bool | None], Callable[[], bool | None]] | None] = (
+            queue.SimpleQueue()
+        )
+
+    def submit(self, question: Callable[[], bool | None]) -> Future[bool | None]:
+        future: Future[bool | None] = Future()
+        with self._lock:
+            if self._closed:
+                future.cancel()
+                future.set_running_or_notify_cancel()  # or whoever waits for it would wait
+                return future
+            self._jobs.put((future, question))
+            if self._jobs.qsize() > self._idle and self._started < self._most:
+                self._started += 1
+                threading.Thread(target=self._work, name="hs-kv-asker", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for _ in range(self._started):
+                self._jobs.put(None)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+            if job is None:
+                return
+            future, question = job
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
+            try:
+                future.set_result(question())
+            except BaseException as error:  # noqa: BLE001 - whatever a third party's backend raises, it does not know
+                future.set_exception(error)
