@@ -21,24 +21,19 @@ from safetensors.torch import load_file
 
 from lmcache_hs_backend.chunk import chunk_name, prefix_digests
 from lmcache_hs_backend.config import ConfigError
-from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.request_log import RecordWriter
-from lmcache_hs_backend.integrations.vllm.naming import KeyFormat
 from lmcache_hs_backend.integrations.vllm.paths import confined, default_path
-from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk, RequestFile, Step
+from lmcache_hs_backend.integrations.vllm.protocol import Finish, RequestFile, Step
 from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence, Image
-from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, doubtful_layers
 from lmcache_hs_backend.integrations.vllm.worker_side import sink
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache, HostRows
 from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
-from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
 from lmcache_hs_backend.integrations.vllm.worker_side.tails import Tails, shorter
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 from tests.support.waiting import wait_until
 from tests.vllm.reference import ColdPath
-
-KEY_FORMAT = KeyFormat("model", "bfloat16")
-CHUNK, BLOCK, LAYERS, HIDDEN = 16, 8, (2, 5), 32
+from tests.vllm.worker_rig import CHUNK, HIDDEN, KEY_FORMAT, LAYERS, Copying, Rig
 
 
 def named(ids: list[int], images: tuple[Image, ...] = ()) -> list[str]:
@@ -152,7 +147,7 @@ def test_an_untested_vllm_is_refused_at_import_in_words(tmp_path: Path) -> None:
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: ")
-    assert "tested with vLLM 0.32.x, but vLLM 0.44.1+cpu is installed" in last
+    assert "tested with vLLM 0.32.x, 0.33.x, but vLLM 0.44.1+cpu is installed" in last
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -203,7 +198,8 @@ def is_locked(path: Path) -> bool:
 def test_a_file_is_locked_until_it_is_there_whole(tmp_path: Path) -> None:
     path, rows = tmp_path / "d" / "a.safetensors", torch.ones(3, 2, 4, dtype=torch.bfloat16)
     with request_files(tmp_path) as files:
-        files.announce("r", str(path))
+        files.open_lock("r", str(path))
+        files.wait_for_locks(["r"], time.monotonic() + 10)
         assert is_locked(Path(f"{path}.lock"))
         assert not path.exists()
         files.write("r", str(path), lambda: rows, array("q", [1, 2, 3]).tobytes())
@@ -221,7 +217,8 @@ def test_an_error_leaves_a_marker_before_the_lock_is_released(tmp_path: Path) ->
         raise OSError("the disk is full")
 
     with request_files(tmp_path) as files:
-        files.announce("r", str(path))
+        files.open_lock("r", str(path))
+        files.wait_for_locks(["r"], time.monotonic() + 10)
         files.write("r", str(path), fail, b"")
         wait_until(lambda: not is_locked(Path(f"{path}.lock")))
         assert json.loads(Path(f"{path}.error").read_text()) == {"error": "the disk is full"}
@@ -230,7 +227,7 @@ def test_an_error_leaves_a_marker_before_the_lock_is_released(tmp_path: Path) ->
 
 def test_a_request_that_nobody_waits_for_leaves_nothing(tmp_path: Path) -> None:
     with request_files(tmp_path) as files:
-        files.announce("r", str(tmp_path / "a.safetensors"))
+        files.open_lock("r", str(tmp_path / "a.safetensors"))
         files.fail("r", str(tmp_path / "a.safetensors"), "")
     assert list(tmp_path.iterdir()) == []
 
@@ -263,43 +260,6 @@ def test_records_rotate_and_a_new_process_begins_a_new_file(tmp_path: Path) -> N
 
 
 # -- from a cache to the tiers ---------------------------------------------------------------------------
-
-
-class Rig:
-    """A worker over a cache of random rows, as vLLM would drive it."""
-
-    def __init__(self, directory: Path, **changes: Any) -> None:
-        self.directory = directory
-        self.cache = torch.randn(32, len(LAYERS), BLOCK, HIDDEN).to(torch.bfloat16)
-        settings = ConnectorSettings.from_connector(
-            {"cold_path": str(directory), "hot_size": 0.01, "max_cold_size": 0.1, "chunk_size": CHUNK, **changes}
-        )
-        ident = NamespaceId(model="model", kv_dtype="bfloat16", chunk_size=CHUNK)
-        self.sink = CaptureSink(settings, CapturedModel(ident, KEY_FORMAT, LAYERS, '{"source": "test"}', {}))
-        self.worker = Worker(HiddenStatesCache(self.cache), self.sink, None)
-
-    def ready(self, ids: list[int], blocks: list[int]) -> tuple[list[ReadyChunk], ChunkedSequence]:
-        sequence = ChunkedSequence(KEY_FORMAT, CHUNK)
-        chunks = sequence.close(ids, len(ids))
-        per_chunk = CHUNK // BLOCK
-        return [
-            ReadyChunk("r", ref, data, blocks[n * per_chunk : (n + 1) * per_chunk])
-            for n, (ref, data) in enumerate(chunks)
-        ], sequence
-
-    def serve(self, ids: list[int], blocks: list[int], *, wrote: bool = True, foreign: tuple[int, ...] = ()) -> None:
-        """One step in which a whole request is computed, and its end."""
-        ready, sequence = self.ready(ids, blocks)
-        step = Step(tokens=len(ids), ready=ready, written=[(b, True) for b in blocks], foreign=list(foreign))
-        if wrote:
-            self.worker.wrote_hidden_states()
-        self.worker.after_step(step)
-        record = {"request_id": "r", "prompt_tokens": len(ids), "expected_tokens": len(ids)}
-        assert not self.worker.finish(Finish("r", ready[-1:], sequence.refs, record, None))
-        wait_until(lambda: self.sink.idle)
-
-    def right(self, ids: list[int], blocks: list[int], layer: int) -> torch.Tensor:
-        return torch.cat([self.cache[b, LAYERS.index(layer)] for b in blocks])[: len(ids)]
 
 
 @pytest.fixture
@@ -435,35 +395,22 @@ def test_rows_that_come_in_vllms_inference_mode_leave_the_store_usable_for_other
     assert "lost" not in rig.sink.figures
 
 
-class Copying:
-    """Stands in for the event of a copy from a GPU, which this machine does not have: it ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-
-    def query(self) -> bool:
-        return self.done.is_set()
-
-    def synchronize(self) -> None:
-        assert self.done.wait(30)
-
-
 def test_blocks_are_held_until_their_copies_have_arrived_and_only_then_are_rows_stored(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    event, plain = Copying(), HiddenStatesCache._take
-    monkeypatch.setattr(HiddenStatesCache, "_take", lambda *given: plain(*given)._replace(arrived=event))
+    event, plain = Copying(), HiddenStatesCache._copy
+    monkeypatch.setattr(HiddenStatesCache, "_copy", lambda *given: plain(*given)._replace(arrived=event))
     ids, blocks = list(range(40)), [9, 3, 30, 1, 17]
     ready, sequence = rig.ready(ids, blocks)
     rig.worker.wrote_hidden_states()
     rig.worker.after_step(Step(tokens=40, ready=ready, written=[(b, True) for b in blocks]))
     assert rig.worker.finish(Finish("r", [], sequence.refs, {"request_id": "r"}, None))
-    assert rig.worker.reported() == set()
+    assert rig.worker.pop_finished() == set()
     assert rig.sink.store.covered([sequence.refs[0].name], LAYERS) == 0
     assert not rig.sink.needs_copy(ready[0])  # it is on its way: another request with the same prefix copies nothing
     event.done.set()
-    assert rig.worker.reported() == {"r"}
-    assert rig.worker.reported() == set()
+    assert rig.worker.pop_finished() == {"r"}
+    assert rig.worker.pop_finished() == set()
     wait_until(lambda: rig.sink.idle)
     assert torch.equal(ColdPath(str(rig.directory)).rows(ids, LAYERS[1]), rig.right(ids, blocks, LAYERS[1]))
 
@@ -540,11 +487,11 @@ def test_a_step_waits_for_room_once_however_many_chunks_it_has(tmp_path: Path) -
 
 
 def test_a_copy_that_fails_is_a_chunk_that_is_lost(rig: Rig) -> None:
-    (take, *_), _ = rig.ready(list(range(16)), [1, 2])
+    (chunk, *_), _ = rig.ready(list(range(16)), [1, 2])
     gate = threading.Event()
     gate.set()
     rows = HostRows([torch.zeros(16, HIDDEN, dtype=torch.bfloat16)] * 2, _Copy(gate, fails=True))  # type: ignore[arg-type]
-    rig.sink.put(take, rows, time.monotonic() + 1)
+    rig.sink.put(chunk, rows, time.monotonic() + 1)
     wait_until(lambda: rig.sink.idle)
     assert (rig.sink.figures["taken"], rig.sink.figures["lost"]) == (1, 1)
 
@@ -563,3 +510,145 @@ def test_a_request_that_ends_while_the_disk_is_away_has_its_record_when_it_is_ba
     wait_until(lambda: rig.sink.figures["records"] == 1)
     (line,) = [line for path in rig.directory.glob("*/sequences/*.jsonl") for line in path.read_text().splitlines()]
     assert json.loads(line)["num_tokens"] == 64
+
+
+# -- reuse, sleep, and the order of vLLM's calls ---------------------------------------------------------
+
+
+def test_a_reused_prefix_outlives_what_was_used_before_it_and_a_requests_end_leaves_before_its_beginning(
+    tmp_path: Path,
+) -> None:
+    chunk_bytes = 8192  # a file of this rig: header, token ids, two layers
+    rig = Rig(tmp_path / "cold", max_cold_size=12 * chunk_bytes / 2**30)
+    shared = list(range(CHUNK))
+
+    def on_disk(ids: list[int]) -> list[bool]:
+        return [rig.sink.store.has(ref.name, LAYERS[0])[1] for ref in rig.ready(ids, list(range(8)))[1].refs]
+
+    first = [*shared, *range(100, 148)]
+    rig.serve(first, list(range(1, 9)))
+    for number in range(1, 16):
+        rig.serve([number * 1000 + n for n in range(CHUNK)], [1, 2])
+        rig.serve(shared, [1, 2])
+        wait_until(lambda: rig.sink.store.stats()["cold_bytes"] <= 12 * chunk_bytes)
+        held = on_disk(first)
+        assert held == sorted(held, reverse=True)  # what is left of a conversation is its beginning
+    assert rig.sink.figures["reused"] >= 15
+    assert on_disk(first) == [True, False, False, False]
+    rig.worker.close()
+
+
+def test_a_prefix_stays_while_requests_that_reuse_it_are_still_running(tmp_path: Path) -> None:
+    chunk_bytes = 8192
+    rig = Rig(tmp_path / "cold", max_cold_size=6 * chunk_bytes / 2**30)
+    shared = list(range(CHUNK))
+    rig.serve(shared, [1, 2])
+    (chunk,), _ = rig.ready(shared, [3, 4])
+    for number in range(1, 12):
+        assert not rig.sink.needs_copy(chunk)  # a request begins with it, and none ends
+        rig.serve([number * 1000 + n for n in range(CHUNK)], [1, 2])
+        wait_until(lambda: rig.sink.store.stats()["cold_bytes"] <= 6 * chunk_bytes)
+    assert rig.sink.store.has(chunk.ref.name, LAYERS[0])[1]
+    rig.worker.close()
+
+
+def test_before_sleep_copies_are_waited_for_and_after_it_nothing_is_read_that_no_forward_has_written(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    event, plain = Copying(), HiddenStatesCache._copy
+    ids, blocks = list(range(32)), [1, 2, 3, 4]
+
+    def from_device(cache: HiddenStatesCache, *given: Any) -> HostRows:
+        cache._last = event  # type: ignore[assignment]
+        return plain(cache, *given)._replace(arrived=event)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HiddenStatesCache, "_copy", from_device)
+    ready, sequence = rig.ready(ids, blocks)
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(Step(tokens=32, ready=ready[:1], written=[(block, True) for block in blocks]))
+    asleep = threading.Event()
+    sleeping = threading.Thread(target=lambda: (rig.worker.release_cache(), asleep.set()))
+    sleeping.start()
+    assert not asleep.wait(0.2)
+    event.done.set()
+    assert asleep.wait(10)
+    sleeping.join()
+
+    right = rig.right(ids, blocks, LAYERS[0]).clone()
+    rig.cache.zero_()  # the memory that comes back holds anything
+    files = RequestFiles([os.path.realpath(tmp_path)], 1, lock=False)
+    rig.worker._files = files
+    file = RequestFile(str(tmp_path / "f"), array("q", ids).tobytes(), blocks)
+    rig.worker.finish(Finish("r", ready[1:], sequence.refs, {"request_id": "r"}, file))
+    wait_until(lambda: rig.sink.idle)
+    assert files.close(10)
+    assert rig.sink.figures["not_computed"] == 1
+    assert "not covered" in json.loads((tmp_path / "f.error").read_text())["error"]
+    cold = ColdPath(str(rig.directory))
+    assert torch.equal(cold.rows(ids[:CHUNK], LAYERS[0]), right[:CHUNK])
+    assert [record["num_tokens"] for record in cold.records()] == [CHUNK]
+
+    rig.cache.normal_()
+    rig.serve([7, *ids[1:]], blocks)  # a forward has written the same blocks anew
+    assert torch.equal(
+        ColdPath(str(rig.directory)).rows([7, *ids[1:]], LAYERS[0]), rig.right([7, *ids[1:]], blocks, LAYERS[0])
+    )
+
+
+def test_ends_may_be_asked_for_before_the_drafter_writes_and_the_step_be_closed_after_it(rig: Rig) -> None:
+    """The order of vLLM's second model runner with a drafter: get_finished, the drafter, wait_for_save."""
+    one, one_blocks, two, two_blocks = list(range(24)), [1, 2, 3], list(range(100, 124)), [4, 5, 6]
+    ready, sequence = rig.ready(one, one_blocks)
+    more, other = rig.ready(two, two_blocks)
+    kept = torch.cat([rig.cache[block] for block in one_blocks])
+
+    step = Step(tokens=24, ready=ready[:1], written=[(block, True) for block in one_blocks])
+    rig.worker.before_step(step)
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(step)
+
+    finish = Finish("one", ready[1:], sequence.refs, {"request_id": "one"}, None)
+    step = Step(tokens=24, ready=more[:1], finished=[finish], written=[(block, True) for block in two_blocks])
+    rig.worker.before_step(step)
+    rig.worker.finish(finish)  # before this step's rows are there
+    rig.worker.defer_free("one")
+    assert rig.worker.pop_finished() == {"one"}
+    for block in two_blocks:
+        rig.cache[block].normal_()
+    rig.worker.wrote_hidden_states()
+    rig.worker.after_step(step)
+
+    finish = Finish("two", more[1:], other.refs, {"request_id": "two"}, None)
+    step = Step(tokens=0, finished=[finish])
+    rig.worker.before_step(step)
+    rig.worker.finish(finish)
+    rig.worker.after_step(step)
+    wait_until(lambda: rig.sink.idle)
+    assert torch.equal(torch.cat([rig.cache[block] for block in one_blocks]), kept)
+    cold = ColdPath(str(rig.directory))
+    for ids, blocks in ((one, one_blocks), (two, two_blocks)):
+        for layer in LAYERS:
+            assert torch.equal(cold.rows(ids, layer), rig.right(ids, blocks, layer))
+    assert "not_computed" not in rig.sink.figures
+
+
+# -- layers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ((2, 15, 27, 30), []),
+        ((2, 15, 27, 29), ["the last layer, 30, is not captured"]),
+        ((2, 15, 30, 31), ["layer 31 does not exist"]),
+        ((-1, 30), ["layer -1 does not exist"]),
+        ((40, 41), ["layers 40, 41 do not exist", "the last layer, 30, is not captured"]),
+    ],
+)
+def test_layers_that_do_not_exist_and_a_missing_last_one_are_named_at_start(
+    layers: tuple[int, ...], said: list[str]
+) -> None:
+    found = doubtful_layers(layers, 30)
+    assert len(found) == len(said)
+    for text, part in zip(found, said, strict=True):
+        assert part in text

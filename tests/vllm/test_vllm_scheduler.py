@@ -5,6 +5,7 @@ Requests and scheduler outputs are plain objects with vLLM's attributes; test_ru
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,14 +71,17 @@ class Rig:
 
 
 def ends(step: Step) -> list[int]:
-    return [take.ref.end for take in step.ready]
+    return [chunk.ref.end for chunk in step.ready]
 
 
 def test_a_chunk_is_taken_in_the_step_that_completes_it_with_the_blocks_that_hold_it() -> None:
     rig = Rig(40)
     assert ends(rig.start([9, 4], 15)) == []
     step = rig.step(20, [7, 1, 5])
-    assert [(take.ref.start, take.ref.end, take.blocks) for take in step.ready] == [(0, 16, [9, 4]), (16, 32, [7, 1])]
+    assert [(chunk.ref.start, chunk.ref.end, chunk.blocks) for chunk in step.ready] == [
+        (0, 16, [9, 4]),
+        (16, 32, [7, 1]),
+    ]
     assert step.written == [(4, False), (7, True), (1, True), (5, True)]
 
 
@@ -113,7 +117,7 @@ def test_a_finished_request_leaves_all_but_its_last_token() -> None:
     rig.sample(2)
     held, answer = rig.half.finish(rig.request, [9, 4, 2])
     (finish,) = rig.given
-    assert [(take.ref.start, take.ref.end, take.blocks) for take in finish.ready] == [(16, 21, [2])]
+    assert [(chunk.ref.start, chunk.ref.end, chunk.blocks) for chunk in finish.ready] == [(16, 21, [2])]
     assert finish.record is not None
     assert (finish.record["prompt_tokens"], finish.record["generated_tokens"], finish.record["expected_tokens"]) == (
         20,
@@ -130,7 +134,7 @@ def test_an_aborted_request_leaves_what_was_computed_and_its_file_is_given_up() 
     rig.request.get_finished_reason = lambda: "abort"
     rig.half.finish(rig.request, [9, 4, 7])
     (finish,) = rig.given
-    assert [take.ref.end for take in finish.ready] == [20]
+    assert [chunk.ref.end for chunk in finish.ready] == [20]
     assert finish.file is not None
     assert finish.file.problem == ""
 
@@ -155,14 +159,14 @@ def test_a_preempted_request_goes_on_with_its_new_blocks_where_its_chunks_ended(
     assert ends(rig.start([9, 4, 7], 20)) == [16]
     rig.request.num_computed_tokens = 0
     step = rig.start([3, 2, 6, 8, 1], 40)
-    assert [(take.ref.start, take.blocks) for take in step.ready] == [(16, [6, 8])]
+    assert [(chunk.ref.start, chunk.blocks) for chunk in step.ready] == [(16, [6, 8])]
 
 
 def test_the_rows_of_a_preempted_requests_open_chunk_are_taken_before_its_blocks_are_written_anew() -> None:
     rig = Rig(40)
     rig.start([9, 4, 7], 21)
     step = rig.preempt()
-    assert [(take.ref.start, take.ref.end, take.blocks) for take in step.open_chunks] == [(16, 21, [7])]
+    assert [(chunk.ref.start, chunk.ref.end, chunk.blocks) for chunk in step.open_chunks] == [(16, 21, [7])]
     assert step.ready == []
 
 
@@ -222,7 +226,7 @@ def test_blocks_into_which_another_connector_loads_when_a_request_is_aborted_hol
     rig.request.num_computed_tokens = 64  # what vLLM says while another connector's KV is on its way
     rig.half.finish(rig.request, [2, 3, 4, 5, 6, 7, 8, 9])
     (finish,) = rig.given
-    assert [(take.ref.end, take.blocks) for take in finish.ready] == [(8, [])]
+    assert [(chunk.ref.end, chunk.blocks) for chunk in finish.ready] == [(8, [])]
     assert finish.record is not None
     assert finish.record["expected_tokens"] == 8
 
@@ -248,5 +252,20 @@ def test_an_image_that_a_session_brings_later_is_part_of_the_names_from_there_on
         rig.request.mm_features.append(SimpleNamespace(identifier=image, mm_position=position))
         rig.half.allocated(rig.request)
         step = rig.step(40, new=[SimpleNamespace(req_id="r", block_ids=([1, 2, 3, 4, 5, 6, 7, 8],))])
-        names.append([take.ref.chunk_hash for take in step.ready])
+        names.append([chunk.ref.chunk_hash for chunk in step.ready])
     assert set(names[0]).isdisjoint(names[1])
+
+
+def test_when_the_cache_goes_before_an_end_has_reached_the_worker_its_last_rows_are_given_up(tmp_path: Path) -> None:
+    rig = Rig(40, emit="both", shared_storage_path=str(tmp_path))
+    rig.half._finish_here = lambda finish: None  # the worker is in another process
+    rig.start([9, 4, 7, 1, 5], 40)
+    rig.sample(7)
+    needed, _ = rig.half.finish(rig.request, [9, 4, 7, 1, 5])
+    assert needed
+    rig.half.reset()
+    (finish,) = rig.step(0, new=[]).finished
+    assert finish.ready == []
+    assert [(ref.start, ref.end) for ref in finish.refs] == [(0, 16), (16, 32)]
+    assert finish.file is not None
+    assert "gave the cache away" in str(finish.file.problem)

@@ -1,9 +1,9 @@
 """``HSTieredConnector``: vLLM's KV connector that keeps hidden states in the two tiers.
 
-Used with the ``extract_hidden_states`` method, in place of vLLM's ExampleHiddenStatesConnector, whose
-settings, files and replies it keeps. vLLM builds it twice, once beside the scheduler and once beside the
-model; this module joins the two halves to vLLM's interface and decides nothing itself. It only stores:
-it never gives vLLM any KV.
+Used with the ``extract_hidden_states`` method, in place of vLLM's ExampleHiddenStatesConnector, whose settings, files
+and replies it keeps. vLLM builds it twice, once beside the scheduler and once beside the model, often in different
+processes; this module joins the two halves, ``scheduler_side`` and ``worker_side``, to vLLM's interface and decides
+nothing itself. It only stores: it never gives vLLM any KV.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module's text, and docs/reference/vllm.md for its settings."""
+    """vLLM's side of both halves. docs/reference/vllm.md lists its settings."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError for settings that cannot be used."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _show_in_vllms_log()
+        _log_like_vllm()
         speculative = vllm_config.speculative_config
         if speculative is None or not speculative.uses_extract_hidden_states():
             raise ConfigError("HSTieredConnector needs speculative_config with method 'extract_hidden_states'")
@@ -58,10 +58,10 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Worker | None = None
         self._cache: torch.Tensor | None = None
         self._layer_name = ""
-        self._scheduler: RequestTracker | None = None
+        self._tracker: RequestTracker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = RequestTracker(
-                self._settings, _key_format(vllm_config), self._group, self._block_size, self._hand_over
+            self._tracker = RequestTracker(
+                self._settings, _key_format(vllm_config), self._group, self._block_size, self._finish_here
             )
 
     # -- beside the model --------------------------------------------------------------------------------
@@ -81,13 +81,29 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        """Begin. vLLM calls this when every connector has its caches: only then an LMCache beside us has its store."""
+        """Start the worker's half.
+
+        vLLM calls this when every connector has its caches. Only then does an LMCache beside this one have its store.
+        """
         if self._cache is not None:
             # Not at the top: the tiers are not needed in the processes without a model, which load this module too.
-            from lmcache_hs_backend.integrations.vllm.worker_side.build import worker
+            from lmcache_hs_backend.integrations.vllm.worker_side.build import build_worker
 
-            self._worker = worker(self._vllm_config, self._settings, _key_format(self._vllm_config), self._cache)
+            self._worker = build_worker(self._vllm_config, self._settings, _key_format(self._vllm_config), self._cache)
             workers_here[self._kv_transfer_config.engine_id] = self._worker
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """vLLM 0.33 asks before it allows sleep mode."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 calls this before sleep and discard: the cache's memory is about to go."""
+        if self._worker is not None:
+            self._worker.release_cache()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33 calls this when the memory is back, at its old address. Its rows are not, so nothing changes."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -106,19 +122,19 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         step = self._step()
         if self._worker is not None and step is not None:
-            self._worker.announce(step)
             self._worker.after_step(step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         step = self._step()
         finished = step.finished if step is not None else []
         if self._worker is None:
-            # vLLM waits for a report of every rank, ours or not: beside another connector it heeds no smaller number.
+            # vLLM waits for a report of every rank, also of those without rows: beside another connector it accepts no
+            # smaller number.
             return {finish.req_id for finish in finished} or None, None
         for finish in finished:
             self._worker.finish(finish)
-            self._worker.hold(finish.req_id)
-        return self._worker.reported() or None, None
+            self._worker.defer_free(finish.req_id)
+        return self._worker.pop_finished() or None, None
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -127,27 +143,27 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- beside the scheduler ----------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is not None:
-            self._scheduler.found_locally(request, num_computed_tokens)
+        if self._tracker is not None:
+            self._tracker.found_locally(request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.allocated(request)
+        if self._tracker is not None:
+            self._tracker.allocated(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        assert self._scheduler is not None  # vLLM calls this beside the scheduler only
-        return StepMetadata(self._scheduler.step(scheduler_output))
+        assert self._tracker is not None  # vLLM calls this beside the scheduler only
+        return StepMetadata(self._tracker.step(scheduler_output))
 
     def reset_cache(self) -> bool | None:
-        """vLLM calls this before it gives the cache's memory away: what has not been taken by then is lost."""
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        """vLLM calls this before it gives the cache's memory away: rows that have not been copied by then are lost."""
+        if self._tracker is not None:
+            self._tracker.reset()
         return None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
-        return self._scheduler.finish(request, block_ids)
+        assert self._tracker is not None
+        return self._tracker.finish(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -161,12 +177,12 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._connector_metadata
         return metadata.step if isinstance(metadata, StepMetadata) else None
 
-    def _hand_over(self, finish: Finish) -> bool | None:
+    def _finish_here(self, finish: Finish) -> bool | None:
         worker = workers_here.get(self._kv_transfer_config.engine_id)
         return None if worker is None else worker.finish(finish)
 
 
-def _show_in_vllms_log() -> None:
+def _log_like_vllm() -> None:
     """vLLM configures only the loggers of its own name; without its handlers ours would be silent."""
     ours, theirs = logging.getLogger("lmcache_hs_backend"), logging.getLogger("vllm")
     if not ours.handlers:

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the worker's half, once per step.
+"""What the scheduler's half of the connector sends the worker's half, once per step.
 
 Plain data that vLLM may pickle between processes. Blocks are numbers of the hidden-states cache group.
 It imports no vLLM.
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import ChunkRef
 
-#: Workers of this process by engine. A scheduler in the same process hands finished requests over at once:
-#: without vLLM's own engine process there is no further step after the last request, which would tell them.
+#: The workers of this process, by engine id. A scheduler in the same process passes finished requests to its worker
+#: at once: without vLLM's own engine process no further step follows the last request, which would carry them.
 workers_here: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class ReadyChunk(NamedTuple):
-    """Rows that are final: those of one chunk. ``blocks`` hold tokens ``ref.start`` to ``ref.end``, in order.
+    """A chunk whose rows are final. ``blocks`` hold tokens ``ref.start`` to ``ref.end``, in order.
 
-    No blocks: the rows have been taken before.
+    No blocks: the rows were copied before.
     """
 
     req_id: str
@@ -30,14 +30,14 @@ class ReadyChunk(NamedTuple):
 
 
 class KeyInputs(NamedTuple):
-    """What the names that LMCache gives to a request's chunks depend on, beside its tokens."""
+    """What LMCache's keys of a request's chunks depend on, beside its tokens."""
 
     configs: dict[str, Any] | None  # the ``lmcache.…`` parameters of the request
     first_image: int | None  # the position of its first image placeholder
 
 
 class RequestFile(NamedTuple):
-    """The file of one request. ``problem``: there will be none, and why; empty text: nobody waits for it."""
+    """The file of one request. ``problem``: there will be none, and why; empty text: no client waits for it."""
 
     path: str
     ids: bytes  # token ids of its rows, from token 0 on
@@ -46,7 +46,10 @@ class RequestFile(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """A request has ended. ``refs``: all its chunks, when they go to the tiers; ``record``: see records."""
+    """A request has ended.
+
+    ``ready``: its last chunks; ``refs``: all its chunks, when they go to the tiers; ``record``: see the request log.
+    """
 
     req_id: str
     ready: list[ReadyChunk]
@@ -59,10 +62,16 @@ class Finish(NamedTuple):
 class Step:
     """One scheduler step.
 
-    ``written``: the blocks that this step's forward writes, and whether from their first token on.
-    ``foreign``: blocks whose KV another connector loads, so that no forward ever writes their rows.
-    ``open_chunks``: rows of requests that are preempted in this step; their blocks still hold them until its forward.
-    ``named``: for LMCache's names, what is special about requests that are new.
+    Attributes:
+        tokens: How many tokens its forward computes.
+        ready: Chunks whose rows are final after this step.
+        finished: Requests that have ended since the step before.
+        new_files: Request id and path of the files that clients may ask for from now on.
+        written: The blocks that its forward writes, and whether from their first token on.
+        foreign: Blocks whose KV another connector loads, so that no forward ever writes their rows.
+        open_chunks: Rows of requests that are preempted in this step. Their blocks hold them until its forward.
+        named: What LMCache's keys depend on, for new requests where that is more than tokens.
+        preempted: Whether any request was preempted.
     """
 
     tokens: int = 0

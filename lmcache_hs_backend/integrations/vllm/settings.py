@@ -7,7 +7,7 @@ They stand in ``kv_connector_extra_config``. Parsing, limits and the text of err
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,3 +78,25 @@ class ConnectorSettings(TieredConfig):
         settings = cls.from_mapping(extra_config or {}, label)
         assert isinstance(settings, cls)  # from_mapping builds the class that it is called on
         return settings
+
+
+def doubtful_layers(layer_ids: Sequence[int], num_layers: int) -> list[str]:
+    """What is probably wrong with the layers that vLLM is to extract, in words.
+
+    Args:
+        layer_ids: ``eagle_aux_hidden_state_layer_ids``: id k is the residual stream after k decoder layers.
+        num_layers: The model's decoder layers, so the last id there is.
+    """
+    found = []
+    absent = [str(idx) for idx in layer_ids if not 0 <= idx <= num_layers]
+    if absent:
+        these = f"layer {absent[0]} does not" if len(absent) == 1 else f"layers {', '.join(absent)} do not"
+        found.append(
+            f"eagle_aux_hidden_state_layer_ids: {these} exist, the model has layers 0 (embeddings) to {num_layers}"
+        )
+    if num_layers not in layer_ids:
+        found.append(
+            f"eagle_aux_hidden_state_layer_ids: the last layer, {num_layers}, is not captured; drafter trainers need "
+            f"it as the target (EAGLE-3, MTP, DFlash)"
+        )
+    return found

@@ -13,7 +13,7 @@ from packaging.version import Version
 from vllm.version import __version__ as VLLM_VERSION
 
 #: Minor versions of vLLM that the tests run with.
-TESTED = ("0.32",)
+TESTED = ("0.32", "0.33")
 
 
 def refuse_untested(version: str) -> None:

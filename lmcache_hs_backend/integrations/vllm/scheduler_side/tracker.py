@@ -1,11 +1,11 @@
 """The scheduler's half of the connector: which rows are final, step by step, and what a request was.
 
-It follows each request's tokens and blocks, and tells the worker's half when a chunk is complete. It holds
-no rows and touches no disk. It imports no vLLM: requests and scheduler outputs are vLLM's, by duck typing.
+It follows each request's tokens and blocks, and sends the worker's half each chunk that is complete. It holds no rows
+and does no I/O. It imports no vLLM: requests and scheduler outputs are vLLM's, by duck typing.
 
 A row is final when its token is known and a forward has seen it. Tokens that are only proposed (the
-``extract_hidden_states`` method proposes one per step) are not known yet, and their rows are overwritten
-when they turn out wrong, so nothing beyond the known tokens is ever taken.
+``extract_hidden_states`` method proposes one per step) are not known yet, and their rows are overwritten when they
+turn out wrong, so nothing beyond the known tokens is ever copied.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Tracked:
     sequence: ChunkedSequence | None  # None: its rows go to no tier
     blocks: list[int] = field(default_factory=list)
     started: bool = False  # rows have been computed for it
-    begins: bool = True  # it got its blocks in this step, for the first time or after a preemption
+    has_new_blocks: bool = True  # its blocks are of this step: it starts, or goes on after a preemption
     end: int = 0  # tokens whose rows are final after the last step
-    taken: ReadyChunk | None = None  # its open chunk when it was preempted
+    preempted_chunk: ReadyChunk | None = None  # its open chunk, copied when it was preempted
     path: str = ""
 
 
@@ -50,24 +50,29 @@ class RequestTracker:
         key_format: KeyFormat,
         group: int,
         block_size: int,
-        hand_over: Callable[[Finish], bool | None],
+        finish_here: Callable[[Finish], bool | None],
     ) -> None:
-        """``group`` is the hidden-states cache group, ``block_size`` its own.
+        """Start with no requests.
 
-        ``hand_over`` gives a finished request to a worker in this process and says whether its blocks are still
-        needed; None when there is no such worker.
+        Args:
+            settings: The connector's.
+            key_format: How chunks are named.
+            group: Which of vLLM's cache groups holds the hidden states.
+            block_size: Tokens in a block of that group.
+            finish_here: Passes a finished request to the worker of this process, and returns whether its blocks are
+                still needed; None when this process has no worker.
         """
         self._settings = settings
         self._key_format = key_format
         self._group = group
         self._block_size = block_size
-        self._hand_over = hand_over
+        self._finish_here = finish_here
         self._tracked: dict[str, _Tracked] = {}
         self._local: dict[str, int] = {}  # request → tokens found in vLLM's own prefix cache
         self._finished: list[Finish] = []
 
     def found_locally(self, request: Any, num_tokens: int) -> None:
-        """vLLM's own prefix cache has so many tokens of a request that is about to start."""
+        """vLLM's own prefix cache has the first ``num_tokens`` of a request that is about to start."""
         self._local[request.request_id] = num_tokens
 
     def allocated(self, request: Any) -> None:
@@ -76,12 +81,18 @@ class RequestTracker:
         if tracked is None:
             self._tracked[request.request_id] = _Tracked(request, self._sequence(request))
         else:
-            tracked.begins = True
+            tracked.has_new_blocks = True
             if tracked.sequence is not None:  # a further input of a session may have brought some
                 tracked.sequence.images = images_of(request.mm_features)
 
     def reset(self) -> None:
-        """The rows in the cache are about to go. No chunk that is not complete is taken any more from what is there."""
+        """The rows in the cache are about to go: give up those of chunks that are not complete yet.
+
+        Requests that have ended, but whose end no step has carried to the worker, lose their last rows likewise: it
+        would read them from memory that may be gone by then.
+        """
+        for n, finish in enumerate(self._finished):
+            self._finished[n] = _without_cache(finish)
         for tracked in self._tracked.values():
             if tracked.sequence is not None and tracked.end > tracked.sequence.end:
                 logger.info(
@@ -91,7 +102,7 @@ class RequestTracker:
                 tracked.end = tracked.sequence.end
 
     def step(self, output: Any) -> Step:
-        """What the worker has to know about a step that is about to run."""
+        """What the worker needs to know about a step that is about to run."""
         step = Step(tokens=output.total_num_scheduled_tokens, preempted=bool(output.preempted_req_ids))
         step.finished, self._finished = self._finished, []
         for req_id in output.preempted_req_ids or ():
@@ -104,14 +115,18 @@ class RequestTracker:
         return step
 
     def finish(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, its ``blocks`` are still there. Whether they are needed, and what its client gets."""
+        """A request has ended; its ``blocks`` still hold its rows.
+
+        Returns:
+            Whether they are still needed, and the ``kv_transfer_params`` that its client gets.
+        """
         req_id = request.request_id
         self._local.pop(req_id, None)
         tracked = self._tracked.pop(req_id, None)
         if tracked is None or not tracked.started:
             return False, None
         computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-        if tracked.begins:  # it has got blocks, and perhaps another connector's KV in them, but has not run
+        if tracked.has_new_blocks:  # it has blocks, perhaps with another connector's KV, but has not run
             computed = 0
         end = min(computed, request.num_tokens - 1)
         ready: list[ReadyChunk] = []
@@ -120,27 +135,27 @@ class RequestTracker:
         answer: dict[str, Any] = {}
         if tracked.sequence is not None:
             ready = self._last_chunks(tracked, tracked.sequence, end, blocks)
-            refs = tracked.sequence.refs + [take.ref for take in ready if not take.blocks]
+            refs = tracked.sequence.refs + [chunk.ref for chunk in ready if not chunk.blocks]
             record = self._record(request, max([end, *(ref.end for ref in refs[-1:])]))
             if refs:
                 answer["hidden_states_last_chunk"] = refs[-1].chunk_hash
         elif self._settings.to_tiers:
-            answer["hidden_states_not_covered"] = _beside_tokens(request)
+            answer["hidden_states_not_covered"] = _other_inputs(request)
         file = self._file(tracked, end, blocks) if tracked.path else None
         if file is not None:
             answer["hidden_states_path"] = file.path
         finish = Finish(req_id, ready, refs, record, file)
-        held = self._hand_over(finish)
-        if held is None:
+        needed = self._finish_here(finish)
+        if needed is None:
             self._finished.append(finish)
-        return held is not False, answer or None
+        return needed is not False, answer or None
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _sequence(self, request: Any) -> ChunkedSequence | None:
         if not self._settings.to_tiers:
             return None
-        beside = _beside_tokens(request)
+        beside = _other_inputs(request)
         if beside:
             logger.info("the rows of request %s go to no tier: %s", request.request_id, beside)
             return None
@@ -172,8 +187,8 @@ class RequestTracker:
         computed = request.num_computed_tokens  # before this step
         end = computed + scheduled
         tracked.started = True
-        if tracked.begins:
-            tracked.begins = False
+        if tracked.has_new_blocks:
+            tracked.has_new_blocks = False
             local = self._local.pop(req_id, computed)
             step.foreign += self._blocks(tracked.blocks, local, computed)
         # With asynchronous scheduling "computed" counts proposed tokens that may yet be rejected: begin before them.
@@ -186,21 +201,21 @@ class RequestTracker:
                 step.ready.append(ReadyChunk(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
 
     def _copy_open_chunk(self, req_id: str, step: Step) -> None:
-        """A request loses its blocks. It may never run again, so the rows that no full chunk has are taken now."""
+        """A request loses its blocks. It may never run again, so the rows that no full chunk has are copied now."""
         tracked = self._tracked.get(req_id)
         if tracked is None or tracked.sequence is None or tracked.end <= tracked.sequence.end:
             return
         ref, ids = tracked.sequence.open_chunk(tracked.request.all_token_ids, tracked.end)
         step.open_chunks.append(ReadyChunk(req_id, ref, ids, self._blocks(tracked.blocks, ref.start, ref.end)))
-        tracked.taken = step.open_chunks[-1]._replace(blocks=[])
+        tracked.preempted_chunk = step.open_chunks[-1]._replace(blocks=[])
 
     def _last_chunks(
         self, tracked: _Tracked, sequence: ChunkedSequence, end: int, blocks: Sequence[int]
     ) -> list[ReadyChunk]:
         """What is left of a request that has ended after ``end`` tokens, which lie in ``blocks``."""
-        end, taken = max(end, sequence.end), tracked.taken
-        if taken is not None and taken.ref.end > end:  # it has not run, or not far enough, since it was preempted
-            return [taken]
+        end, preempted = max(end, sequence.end), tracked.preempted_chunk
+        if preempted is not None and preempted.ref.end > end:  # it has not run far enough since
+            return [preempted]
         req_id = tracked.request.request_id
         return [
             ReadyChunk(req_id, ref, ids, self._blocks(blocks, ref.start, ref.end))
@@ -254,6 +269,19 @@ class RequestTracker:
         }
 
 
+def _without_cache(finish: Finish) -> Finish:
+    """The end of a request, without what would have to be read from the cache."""
+    refs = {chunk.ref for chunk in finish.ready if chunk.blocks}
+    file = finish.file
+    if file is not None and file.blocks and file.problem is None:
+        file = file._replace(problem="vLLM gave the cache away before its rows were copied")
+    return finish._replace(
+        ready=[chunk for chunk in finish.ready if not chunk.blocks],
+        refs=[ref for ref in finish.refs if ref not in refs],
+        file=file,
+    )
+
+
 def _reason(request: Any) -> str:
     return str(request.get_finished_reason())
 
@@ -267,7 +295,7 @@ def _said_by_client(request: Any) -> dict[str, Any]:
         return {}
 
 
-def _beside_tokens(request: Any) -> str:
+def _other_inputs(request: Any) -> str:
     """What a request's rows depend on that its tokens do not tell, in words; empty for nothing."""
     if request.prompt_embeds is not None:
         return "the prompt is embeddings, not tokens"

@@ -15,7 +15,7 @@ import torch
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.integrations.vllm.naming import HASH_ALGORITHM, KeyFormat
-from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
+from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, doubtful_layers, label
 from lmcache_hs_backend.integrations.vllm.vllm_api import VLLM_VERSION, VllmConfig, get_kv_transfer_group
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache
 from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks, find_store
@@ -26,10 +26,13 @@ from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 logger = logging.getLogger(__name__)
 
 
-def worker(vllm_config: VllmConfig, settings: ConnectorSettings, key_format: KeyFormat, caches: torch.Tensor) -> Worker:
+def build_worker(
+    vllm_config: VllmConfig, settings: ConnectorSettings, key_format: KeyFormat, caches: torch.Tensor
+) -> Worker:
     """The worker's half over vLLM's cache of hidden states ``[num_blocks, num_layers, block_size, hidden_dim]``.
 
-    Raises ConfigError for settings that do not go together.
+    Raises:
+        ConfigError: Settings do not go together, or the cold path cannot be used.
     """
     cache = HiddenStatesCache(caches)
     sink, engine, files = None, None, None
@@ -37,10 +40,12 @@ def worker(vllm_config: VllmConfig, settings: ConnectorSettings, key_format: Key
         sink, engine = _sink(settings, _model(vllm_config, settings, key_format, cache))
     if settings.to_files:
         files = RequestFiles(settings.save_roots, settings.num_writer_threads, lock=settings.use_synchronization_lock)
-    made = Worker(cache, sink, files, engine)
+    made = Worker(cache, sink, files, engine, settings.store_wait_ms / 1000)
     atexit.register(_close, weakref.ref(made))  # vLLM's engine in this process ends without a word
     places = [f"chunks in {sink.store.directory}"] if sink else []
     places += [f"files in {settings.shared_storage_path}"] if files else []
+    for problem in doubtful_layers(_layer_ids(vllm_config), vllm_config.model_config.get_total_num_hidden_layers()):
+        logger.warning("%s", problem)
     logger.info("hidden states of layers %s go to %s", _layer_ids(vllm_config), " and ".join(places))
     return made
 

@@ -1,8 +1,8 @@
 """Rows off the device: out of the paged hidden-states cache, into host memory.
 
 vLLM keeps the rows of running requests in one tensor ``[num_blocks, num_layers, block_size, hidden_dim]``;
-the rows of a token lie in block ``position // block_size`` of its request. With an accelerator the copies
-run on a stream of their own into pinned memory, and nobody waits here; without one they are plain copies.
+the rows of a token are in block ``position // block_size`` of its request. With an accelerator the copies run on a
+stream of their own into pinned memory, and starting one does not wait; without an accelerator they are plain copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HiddenStatesCache:
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._cache = cache
-        self.num_layers, self.block_size, self.hidden_dim = cache.shape[1:]
+        self.num_blocks, self.num_layers, self.block_size, self.hidden_dim = cache.shape
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Event | None = None
 
@@ -51,10 +51,10 @@ class HiddenStatesCache:
         first = start % self.block_size
 
         def gather(index: torch.Tensor) -> list[torch.Tensor]:
-            taken = (self._cache[:, layer].index_select(0, index) for layer in positions)
-            return [rows.view(-1, self.hidden_dim)[first : first + num_tokens] for rows in taken]
+            gathered = (self._cache[:, layer].index_select(0, index) for layer in positions)
+            return [rows.view(-1, self.hidden_dim)[first : first + num_tokens] for rows in gathered]
 
-        return self._take(blocks, gather)
+        return self._copy(blocks, gather)
 
     def tokens(self, blocks: Sequence[int], num_tokens: int) -> HostRows:
         """One ``[num_tokens, num_layers, hidden_dim]`` tensor: the tokens from position 0 on."""
@@ -63,14 +63,19 @@ class HiddenStatesCache:
             slots = torch.arange(num_tokens, device=index.device)
             return [self._cache[index[slots // self.block_size], :, slots % self.block_size]]
 
-        return self._take(blocks, gather)
+        return self._copy(blocks, gather)
 
     def protect(self) -> None:
         """Let the device write blocks again only after the copies under way have read them."""
         if self._last is not None:
             torch.cuda.current_stream(self._cache.device).wait_event(self._last)
 
-    def _take(self, blocks: Sequence[int], gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> HostRows:
+    def wait_for_copies(self) -> None:
+        """Return when no copy reads the cache any more. Blocks."""
+        if self._last is not None:
+            self._last.synchronize()  # copies run in order, so it is the last to end
+
+    def _copy(self, blocks: Sequence[int], gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> HostRows:
         if self._stream is None:
             return HostRows(gather(torch.tensor(blocks, dtype=torch.long)), None)
         self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))

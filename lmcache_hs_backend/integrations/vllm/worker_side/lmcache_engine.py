@@ -1,9 +1,9 @@
-"""With an LMCache engine beside us: its store, and its names for chunks.
+"""With an LMCache engine in the same process: its store, and its names for chunks.
 
 When vLLM runs LMCache's connector and this one together (MultiConnector), rows belong into the engine's own
 hidden-state store, so that they live and die with their KV. That store is two tiers like ours, only its
 chunks are named after LMCache's keys; here chunks get those names, and nothing else changes. LMCache itself
-is never imported: what is found is recognised by the tiers inside.
+is never imported: it is recognised by the tiers inside its store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EngineStore(NamedTuple):
 
     store: Any
     chunk_size: int
-    allowed: frozenset[int] | None  # the only layers that it ready; None: all
+    allowed: frozenset[int] | None  # the only layers that it keeps; None: all
 
     @property
     def tiers(self) -> TieredStore:
@@ -69,32 +69,32 @@ class EngineChunks:
         for req_id, key_inputs in inputs.items():
             self._requests.setdefault(req_id, _Named(key_inputs))
 
-    def ready(self, ready: Sequence[ReadyChunk]) -> list[ReadyChunk]:
+    def renamed(self, ready: Sequence[ReadyChunk]) -> list[ReadyChunk]:
         """The same chunks under LMCache's names. Those of a request must come in order, from its first on."""
         by_request: dict[str, list[ReadyChunk]] = {}
-        for take in ready:
-            by_request.setdefault(take.req_id, []).append(take)
+        for chunk in ready:
+            by_request.setdefault(chunk.req_id, []).append(chunk)
         renamed = []
         for req_id, group in by_request.items():
             request = self._requests.setdefault(req_id, _Named(KeyInputs(None, None)))
-            for take in group:
-                request.ids += take.ids
+            for chunk in group:
+                request.ids += chunk.ids
             found = self._renamed(group, request, bytes(request.ids))
-            request.refs += [take.ref for take in found]
+            request.refs += [chunk.ref for chunk in found]
             renamed += found
         return renamed
 
     def open_chunks(self, ready: Sequence[ReadyChunk]) -> list[ReadyChunk]:
         """Chunks of requests that may go on: nothing is remembered of them."""
         renamed = []
-        for take in ready:
-            request = self._requests.get(take.req_id) or _Named(KeyInputs(None, None))
-            renamed += self._renamed([take], request, bytes(request.ids) + take.ids)
+        for chunk in ready:
+            request = self._requests.get(chunk.req_id) or _Named(KeyInputs(None, None))
+            renamed += self._renamed([chunk], request, bytes(request.ids) + chunk.ids)
         return renamed
 
     def finish(self, finish: Finish) -> Finish:
         """The end of a request under LMCache's names; its chunks are forgotten here."""
-        ready = self.ready(finish.ready)
+        ready = self.renamed(finish.ready)
         request = self._requests.pop(finish.req_id, None)
         return finish._replace(ready=ready, refs=[] if request is None else request.refs)
 
@@ -104,10 +104,10 @@ class EngineChunks:
         refs = self._store.refs(array("q", ids).tolist(), ids, key_inputs.configs)
         theirs = {(ref.start, ref.end): ref for ref in refs}
         renamed = []
-        for take in ready:
-            ref = theirs.get((take.ref.start, take.ref.end))
-            if ref is None or len(take.ids) != ref.num_tokens * TOKEN_BYTES:
+        for chunk in ready:
+            ref = theirs.get((chunk.ref.start, chunk.ref.end))
+            if ref is None or len(chunk.ids) != ref.num_tokens * TOKEN_BYTES:
                 continue
             if key_inputs.first_image is None or ref.end <= key_inputs.first_image:
-                renamed.append(take._replace(ref=ref))
+                renamed.append(chunk._replace(ref=ref))
         return renamed

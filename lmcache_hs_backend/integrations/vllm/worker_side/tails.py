@@ -2,7 +2,7 @@
 
 A tail is a chunk shorter than ``chunk_size``: the end of a request. When the conversation goes on, a
 longer chunk with the same parent begins with the same tokens, and the tail holds nothing of its own. This
-module remembers what it ready to name such tails; it neither stores nor deletes anything.
+module remembers what is needed to name such tails; it neither stores nor deletes anything.
 
 A chunk's name follows from its parent and its token ids. So of a tail only its parent and its length have to
 be remembered: whoever has a longer chunk can tell what a tail of that length would be called.

@@ -1,14 +1,13 @@
-"""The worker's half of the connector: copies final rows off the device, and hands them on.
+"""The worker's half of the connector: copies final rows off the device, and passes them on.
 
-It runs on the engine's thread of the process that has the device, and only on the tensor-parallel rank
-that writes (rank 0; all ranks have the same rows). Every step tells it which rows have become final, and
-it ready them between two forwards. What it never does is file I/O; for room it waits
-``store_wait_ms`` at most.
+It runs on the engine's thread of the process that has the device, and only on the tensor-parallel rank that writes
+(rank 0; all ranks have the same rows). Each step says which rows have become final; they are copied between two
+forwards. It does no file I/O, and waits at most ``store_wait_ms`` per call: for room, or for the lock of a file.
 
-Rows are read only where a forward has written them. Two things leave blocks of the cache without: KV that
-another connector loads (the scheduler's half names those blocks), and steps in which vLLM leaves the
-hidden states out (its runner does when a request of the batch is too long for the "drafter"; with one length
-limit for both, as vLLM sets it up, that should not happen). Blocks like that are remembered until they are
+Rows are read only where a forward has written them. Three things leave blocks of the cache without rows: KV that
+another connector loads (the scheduler's half names those blocks), steps in which vLLM leaves the hidden states out
+(its runner does when a request of the batch is too long for the "drafter"; with one length limit for both, as vLLM
+sets it up, that should not happen), and sleep, which discards the cache. Such blocks are remembered until they are
 written anew from their first token on, since vLLM's prefix cache gives them to later requests as well.
 """
 
@@ -33,7 +32,7 @@ _WARN_EVERY_SEC = 60.0
 
 
 class Worker:
-    """Takes rows from one engine's cache."""
+    """Copies rows out of one engine's cache. Called from the engine's thread only."""
 
     def __init__(
         self,
@@ -41,12 +40,22 @@ class Worker:
         sink: CaptureSink | None,
         files: RequestFiles | None,
         engine: EngineChunks | None = None,
+        wait_sec: float = 0.5,
     ) -> None:
-        """``engine``: the sink's store is an LMCache engine's, whose names chunks get."""
+        """Set up, without starting anything.
+
+        Args:
+            cache: vLLM's cache of hidden states.
+            sink: Where chunks go; None with ``emit: files``.
+            files: Where one file per request goes; None with ``emit: tiers``.
+            engine: Set when the sink's store is an LMCache engine's; gives chunks their names there.
+            wait_sec: How long one call of vLLM's may wait for room and for locks (``store_wait_ms``).
+        """
         self.sink = sink
         self._engine = engine
         self._cache = cache
         self._files = files
+        self._wait_sec = wait_sec
         self._unwritten: set[int] = set()  # blocks whose rows no forward has written
         self._wrote = False  # the hidden states of this step are in the cache
         self._copies: dict[str, list[torch.cuda.Event]] = {}  # request → copies that may still read its blocks
@@ -54,68 +63,86 @@ class Worker:
         self._warned = 0.0
         self._deadline = 0.0
 
+    def before_step(self, step: Step) -> None:
+        """A forward is about to run: copy what preempted requests have in blocks that others will write.
+
+        The locks of new requests' files are opened in the background, while the forward runs.
+        """
+        self._start_waiting()
+        if self._files is not None:
+            for req_id, path in step.new_files.items():
+                self._files.open_lock(req_id, path)
+        open_chunks = step.open_chunks
+        if self._engine is not None:
+            open_chunks = self._engine.open_chunks(open_chunks)
+        for chunk in open_chunks:
+            self._copy(chunk)
+        if step.preempted:
+            self._cache.protect()
+
     def wrote_hidden_states(self) -> None:
         """The forward of this step has put its hidden states into the cache."""
         self._wrote = True
 
-    def before_step(self, step: Step) -> None:
-        """Blocks of preempted requests are about to be written by others: take what is in them."""
-        self._begin()
-        open_chunks = step.open_chunks
-        if self._engine is not None:
-            open_chunks = self._engine.open_chunks(open_chunks)
-        for take in open_chunks:
-            self._take(take)
-        if step.preempted:
-            self._cache.protect()
-
-    def announce(self, step: Step) -> None:
-        """Lock the files of new requests, before any client can know of them."""
-        if self._files is not None:
-            for req_id, path in step.new_files.items():
-                self._files.announce(req_id, path)
-
     def after_step(self, step: Step) -> None:
-        """The rows of a step are in the cache: take what has become final."""
-        self._begin()
+        """The rows of a step are in the cache: copy what has become final.
+
+        A client knows the path of its file after the request's first step at the earliest, so the lock is held by then.
+        """
+        self._start_waiting()
         self._update_unwritten_blocks(step)
         ready = step.ready
         if self._engine is not None:
             self._engine.name(step.named)
-            ready = self._engine.ready(ready)
-        for take in ready:
-            self._take(take)
+            ready = self._engine.renamed(ready)
+        for chunk in ready:
+            self._copy(chunk)
         self._wrote = False
+        if self._files is not None and step.new_files:
+            self._files.wait_for_locks(step.new_files, self._deadline)
 
     def finish(self, finish: Finish) -> bool:
-        """A request has ended: take its last rows. True when its blocks are needed until ``reported``."""
-        self._begin()
+        """A request has ended: copy its last rows.
+
+        Returns:
+            Whether its blocks are needed until ``pop_finished`` names it.
+        """
+        self._start_waiting()
         if self._engine is not None:
             finish = self._engine.finish(finish)
-        for take in finish.ready:
-            if take.blocks:
-                self._take(take)
+        for chunk in finish.ready:
+            if chunk.blocks:
+                self._copy(chunk)
         if finish.file is not None and self._files is not None:
             self._write_file(finish, finish.file, self._files)
         if self.sink is not None:
-            self.sink.finished(finish)
+            self.sink.finish(finish)
         self._drop_arrived_copies(finish.req_id)
         if finish.req_id not in self._copies:
             return False
         self._ended.add(finish.req_id)
         return True
 
-    def hold(self, req_id: str) -> None:
-        """The blocks of a finished request are kept until it is reported, copies or not."""
+    def defer_free(self, req_id: str) -> None:
+        """Have ``pop_finished`` name a finished request, whether or not copies of its rows are under way."""
         self._ended.add(req_id)
 
-    def reported(self) -> set[str]:
-        """Finished requests whose blocks may be freed now; each is reported once."""
+    def pop_finished(self) -> set[str]:
+        """Finished requests whose blocks may be freed now. Each is named once."""
         for req_id in list(self._copies):
             self._drop_arrived_copies(req_id)
         done = {req_id for req_id in self._ended if req_id not in self._copies}
         self._ended -= done
         return done
+
+    def release_cache(self) -> None:
+        """The cache's memory is about to be given away (sleep, discard).
+
+        Copies under way are waited for. No row is read from then on, not even after the memory is back, until a
+        forward has written it: requests that ended before the sleep are reported after it.
+        """
+        self._cache.wait_for_copies()
+        self._unwritten.update(range(self._cache.num_blocks))
 
     def close(self) -> None:
         """Finish what is under way. Idempotent."""
@@ -128,13 +155,11 @@ class Worker:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """vLLM has called: so long it may have to wait for room in all, however many chunks there are."""
-        if self.sink is not None:
-            self._deadline = time.monotonic() + self.sink.store_wait_sec
+    def _start_waiting(self) -> None:
+        """vLLM has called: what the call may wait in all, however many chunks it has."""
+        self._deadline = time.monotonic() + self._wait_sec
 
     def _update_unwritten_blocks(self, step: Step) -> None:
-        """Keep the account of blocks that have no rows."""
         self._unwritten.update(step.foreign)
         if not step.tokens:
             return
@@ -150,19 +175,19 @@ class Worker:
                 step.tokens,
             )
 
-    def _take(self, take: ReadyChunk) -> None:
+    def _copy(self, chunk: ReadyChunk) -> None:
         sink = self.sink
-        if sink is None or not sink.needs_copy(take):
+        if sink is None or not sink.needs_copy(chunk):
             return
-        if not self._unwritten.isdisjoint(take.blocks):
+        if not self._unwritten.isdisjoint(chunk.blocks):
             sink.count("not_computed")
             return
-        num_tokens = take.ref.num_tokens
+        num_tokens = chunk.ref.num_tokens
         nbytes = num_tokens * len(sink.positions) * self._cache.hidden_dim * self._cache.dtype.itemsize
         if sink.wait_for_capacity(nbytes, self._deadline):
-            rows = self._cache.layers(take.blocks, take.ref.start, num_tokens, sink.positions)
-            self._track_copy(take.req_id, rows)
-            sink.put(take, rows, self._deadline)
+            rows = self._cache.layers(chunk.blocks, chunk.ref.start, num_tokens, sink.positions)
+            self._track_copy(chunk.req_id, rows)
+            sink.put(chunk, rows, self._deadline)
 
     def _write_file(self, finish: Finish, file: RequestFile, files: RequestFiles) -> None:
         if file.problem is not None:
@@ -184,8 +209,8 @@ class Worker:
         have = min(rows.shape[0] for rows in found.values()) if len(found) == self._cache.num_layers else 0
         if have < num_tokens:
             raise LookupError(
-                f"not covered: the KV of some of the {num_tokens} tokens came from another connector, or vLLM left "
-                f"their hidden states out, and the tiers have the rows of {have} of them"
+                f"not covered: of the {num_tokens} tokens, some had KV from another connector, or were computed "
+                f"without hidden states, or lost them when vLLM slept; the tiers have the rows of {have} of them"
             )
         return torch.stack([found[layer][:num_tokens] for layer in range(self._cache.num_layers)], dim=1)
 
