@@ -278,15 +278,10 @@ class TieredStore:
             return (False, False) if entry is None else (layer_idx in entry.hot, entry.on_file(layer_idx))
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark the chunks of a sequence as just used, for a caller that neither stores nor reads them.
-
-        The first one becomes the youngest, so that the others leave before it. Names that are not here are ignored.
-        """
-        pair = self._pair
-        with pair.lock:
+        """Mark the chunks of a sequence as just used, the first one as youngest. Unknown names are ignored."""
+        with self._pair.lock:
             if not self._closed:
-                found = (pair.index.get(name) for name in names)
-                pair.index.touch([entry for entry in found if entry is not None])
+                self._pair.index.touch([*filter(None, map(self._pair.index.get, names))])
 
     @property
     def closed(self) -> bool:
