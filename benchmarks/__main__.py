@@ -37,6 +37,7 @@ SUBJECTS = (
 )  # fmt: skip
 THREADS = 2  # of torch: the figures are for two cores
 DOCS = Path(__file__).parent.parent / "docs"
+APPENDIX = DOCS / "performance"
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -46,7 +47,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     size.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="for the tests: seconds")
     parser.add_argument("--only", metavar="SUBJECTS", help=f"some of: {','.join(SUBJECTS)}")
     parser.add_argument("--out", metavar="DIR", type=Path, help="write performance.json (and plots) there")
-    parser.add_argument("--docs", action="store_true", help="bring docs/performance.* up to date; implies --out docs")
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/performance/ and the figures of docs/performance.md"
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="write these again from what was measured last; run nothing"
+    )
     parser.add_argument("--dir", metavar="DIR", help="where the data goes: a directory on the disk to measure")
     parser.add_argument(
         "--vllm-python", metavar="PYTHON", default=os.environ.get("HS_BENCH_VLLM_PYTHON"),
@@ -58,6 +64,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     unknown = set(names) - set(SUBJECTS)
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))} is not a subject; they are {', '.join(SUBJECTS)}")
+    if options.render and (options.only or options.docs or options.out or options.size != "full"):
+        parser.error("--render takes no other option: it measures nothing")
     options.subjects = [name for name in SUBJECTS if name in names]
     if options.docs and options.size != "full":
         parser.error("--docs takes the full size: smaller ones are for checking, their figures mean little")
@@ -71,6 +79,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    if options.render:
+        render(json.loads((APPENDIX / "performance.json").read_text()))
+        return 0
     torch.set_num_threads(THREADS)
     context = Context(SIZES[options.size], options.dir, options.vllm_python)
     record: dict[str, Any] = {"machine": machine.describe(options.dir), "size": options.size, "subjects": {}}
@@ -94,13 +105,15 @@ def main(argv: list[str] | None = None) -> int:
         taken = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         record["subjects"][name] = {**result.to_json(), "seconds": round(seconds, 1), "taken": taken}
     report.show_summary(record, failed, time.monotonic() - begun)
-    out = DOCS if options.docs else options.out
+    out = APPENDIX if options.docs else options.out
     if out is not None and record["subjects"]:
-        write(out, record, docs=options.docs)
+        write(out, record)
+    if options.docs and record["subjects"]:
+        render(record)
     return bool(failed)
 
 
-def write(out: Path, record: dict[str, Any], *, docs: bool) -> None:
+def write(out: Path, record: dict[str, Any]) -> None:
     """``performance.json`` in ``out``, with subjects that were not run this time as they were; then the plots."""
     from benchmarks import plots
 
@@ -112,9 +125,15 @@ def write(out: Path, record: dict[str, Any], *, docs: bool) -> None:
             kept = {**former["subjects"], **record["subjects"]}
             record["subjects"] = {name: kept[name] for name in SUBJECTS if name in kept}
     path.write_text(json.dumps(record, indent=1) + "\n")
-    drawn = plots.draw(record, out)
-    if docs:
-        report.fill(out / "performance.md", record, drawn)
+    plots.draw(record, out)
+
+
+def render(record: dict[str, Any]) -> None:
+    """The page and its appendix. The plots are there already."""
+    from benchmarks import plots
+
+    (APPENDIX / "measured.md").write_text(report.appendix(record, plots.names(record)))
+    report.fill(DOCS / "performance.md", record)
 
 
 if __name__ == "__main__":

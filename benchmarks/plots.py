@@ -11,31 +11,45 @@ from typing import Any
 from benchmarks.figures import Figure, Series
 
 
-def draw(record: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
-    """Draw every series, and how far each bound is reached; file names by subject."""
+def names(record: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The files that ``draw`` makes, by subject."""
+    found = {
+        name: [_file(name, series["title"]) for series in entry["series"]]
+        for name, entry in record["subjects"].items()
+        if entry["series"]
+    }
+    if _bound(record):
+        found["summary"] = ["bounds.png"]
+    return found
+
+
+def draw(record: Mapping[str, Any], folder: Path) -> None:
+    """Draw every series, and how far each bound is reached."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no plots: matplotlib is not installed (pip install 'lmcache-hs-backend[bench]')")
-        return {}
+        return
     import matplotlib
 
     matplotlib.use("Agg")
-    drawn: dict[str, list[str]] = {}
     for name, entry in record["subjects"].items():
         for fields in entry["series"]:
             series = Series(**fields)
-            file = f"performance-{name}-{re.sub(r'[^a-z0-9]+', '-', series.title.lower()).strip('-')}.png"
-            _lines(series, folder / file)
-            drawn.setdefault(name, []).append(file)
+            _lines(series, folder / _file(name, series.title))
+    if bound := _bound(record):
+        _bounds(bound, folder / "bounds.png")
+
+
+def _file(name: str, title: str) -> str:
+    return f"{name}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.png"
+
+
+def _bound(record: Mapping[str, Any]) -> list[Figure]:
     figures = [
         Figure(**{key: value for key, value in figure.items() if key != "reached"})
         for entry in record["subjects"].values()
         for figure in entry["figures"]
     ]
-    bound = [figure for figure in figures if figure.reached is not None]
-    if bound:
-        _bounds(bound, folder / "performance-bounds.png")
-        drawn["summary"] = ["performance-bounds.png"]
-    return drawn
+    return [figure for figure in figures if figure.reached is not None]
 
 
 def _lines(series: Series, path: Path) -> None:

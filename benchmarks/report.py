@@ -1,11 +1,14 @@
-"""Results for people: on the terminal, and between the markers of docs/performance.md.
+"""Results for people: on the terminal, in docs/performance.md, and in its appendix.
 
-The page's own text is written by hand; only what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` is
-replaced. Nothing is measured here.
+The page's own text is written by hand; only what is between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` is
+replaced: the machine and the figures that have a bound. Everything else is in the appendix, which is written as a whole
+(docs/performance/measured.md). Nothing is measured here.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -46,19 +49,38 @@ def show_summary(record: Mapping[str, Any], failed: Sequence[str], seconds: floa
         console.print(f"  FAILED: {failure}", highlight=False)
 
 
-def fill(page: Path, record: Mapping[str, Any], plots: Mapping[str, Sequence[str]]) -> None:
-    """Replace what the page says between its markers; ``plots``: the files drawn for each subject."""
+def fill(page: Path, record: Mapping[str, Any]) -> None:
+    """Replace what the page says between its markers."""
     text = page.read_text()
     text = _between(text, "machine", _machine(record))
     text = _between(text, "summary", _markdown(_figures_table(f for f in _all_figures(record) if f.bound)))
+    page.write_text(text)
+
+
+def appendix(record: Mapping[str, Any], plots: Mapping[str, Sequence[str]]) -> str:
+    """The page of all tables; ``plots``: the files drawn for each subject. Introductions are the subjects' own."""
+    parts = [
+        "# Performance: everything measured",
+        "<!-- Written by scripts/bench.sh --docs from performance.json. Edit benchmarks/, not this page. -->",
+        "All tables and plots of the last run of each subject. What they mean, and how they are taken, is in "
+        "[Performance](../performance.md).",
+        _machine(record),
+        *(f"![{_alt(file)}]({file})" for file in plots.get("summary", ())),
+    ]
     for name, entry in record["subjects"].items():
         result = Result.from_json({key: entry[key] for key in ("title", "figures", "tables", "series", "notes")})
-        parts = [_markdown(_figures_table(result.figures))]
-        parts += [f"{table.title}:\n\n{_markdown(table)}" for table in result.tables]
+        module = importlib.import_module(f"benchmarks.subjects.{name}")
+        parts += [f"## {result.title}", inspect.getdoc(module) or "", _markdown(_figures_table(result.figures))]
+        for table in result.tables:
+            parts += [f"{table.title}:", _markdown(table)]
         parts += result.notes
-        parts += [f"![{Path(file).stem}]({file})" for file in plots.get(name, ())]
-        text = _between(text, name, "\n\n".join([*parts, f"Taken {entry['taken']}."]))
-    page.write_text(text)
+        parts += [f"![{_alt(file)}]({file})" for file in plots.get(name, ())]
+        parts += [f"Taken {entry['taken']}."]
+    return "\n\n".join(parts).replace("``", "`") + "\n"
+
+
+def _alt(file: str) -> str:
+    return Path(file).stem.replace("-", " ")
 
 
 def _all_figures(record: Mapping[str, Any]) -> list[Figure]:

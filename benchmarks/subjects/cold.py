@@ -1,4 +1,8 @@
-"""Cold retrieve, nothing in any cache, beside the raw disk and beside others' files of the same rows."""
+"""Cold retrieve, nothing in any cache, beside the raw disk and beside others' files of the same rows.
+
+One call reads all chunks of the prompt in parallel, checks them, converts them as they arrive and leaves them in RAM.
+The raw read only moves the bytes, in as many files, into huge pages like ours.
+"""
 
 from __future__ import annotations
 

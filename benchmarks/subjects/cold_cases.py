@@ -1,6 +1,7 @@
 """Cold and half cold retrieves from one chunk to many, of narrow and wide rows, of one layer and of several.
 
-Small files show what a file costs besides its bytes: the system calls, the look-ups and the change of threads.
+Small files show what a file costs besides its bytes: the system calls, the look-ups and the change of threads. The
+limit of a case is the same read by four threads, with nothing but xxh3 and ``copy_`` to float32 after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Sustained demotion, RAM to disk, beside raw O_DIRECT writes and beside others that write the same rows."""
+"""Sustained demotion, RAM to disk, beside raw O_DIRECT writes and beside others that write the same rows.
+
+All chunks are dirty and everything has to go to disk, as files that carry a checked header and are renamed when
+complete. No ``fsync``: files are checked when they are read. The peers that write through the page cache are charged
+for the ``fdatasync`` that brings their bytes to the disk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Hot store and retrieve beside LMCache's HiddenStateStore and beside plain copies of the same rows in warm memory."""
+"""Hot store and retrieve beside LMCache's HiddenStateStore and beside plain copies of the same rows in warm memory.
+
+What there is to win is bounded. Upstream converts to float32 while it stores, so it writes twice the bytes; it
+concatenates into fresh memory while it retrieves, and the page faults cost more than the copy. A plain copy of the same
+rows is the limit for both, and the two rows named "the limit" say how far away that is from upstream. A caller who
+keeps every result leaves nothing to recycle: the next result then comes from fresh memory (in huge pages), which is the
+row "every result kept".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Start over many files: how soon a recovered chunk is served, and how long the headers behind take.
+"""Start over many files: how soon a recovered chunk is served, and how long the headers take in the background.
+
+The constructor returns at once, a chunk can be served as soon as the scan has found its file.
 
 The kernel's caches are emptied before each start where that is allowed, those for directories and inodes too. The limit
 is a bare scan of the same tree: names, and the stat that their sizes need.

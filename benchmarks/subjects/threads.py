@@ -1,4 +1,4 @@
-"""Hot retrieve from several threads at once, beside as many threads that only copy."""
+"""Hot retrieve of different prompts from several threads at once, beside as many threads that only copy."""
 
 from __future__ import annotations
 
