@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,18 +20,32 @@ from typing import Any
 from rich import progress as bars
 from rich.console import Console
 
+from lmcache_hs_backend import __version__
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
+from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.chains import read_once
-from lmcache_hs_backend.dataset.errors import DatasetError
-from lmcache_hs_backend.dataset.export import MANIFEST, Encoder, Extraction, Progress, one_thread_per_row, trial
+from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.export import (
+    COVERAGE,
+    MANIFEST,
+    REJECTED,
+    Encoder,
+    Extraction,
+    Progress,
+    counts_text,
+    one_thread_per_row,
+    remedy,
+    trial,
+)
+from lmcache_hs_backend.dataset.final_norm import check_kind
 from lmcache_hs_backend.dataset.formats import FORMATS
 from lmcache_hs_backend.dataset.formats.base import Format, Job
-from lmcache_hs_backend.dataset.journal import STATE, read_head
+from lmcache_hs_backend.dataset.journal import STATE, Rejected, read_head
 from lmcache_hs_backend.dataset.masks import KINDS
+from lmcache_hs_backend.dataset.norm_kinds import KINDS as NORM_KINDS
 from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, plan_norm
 
 PROGRAM = "lmcache-hs-extract"
-COVERAGE = "coverage.jsonl"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Write the hidden states of cold paths as a training set. Several cold paths (nodes, ranks) are "
         "merged; the same chunk found twice counts once.",
     )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("cold_path", nargs="+", metavar="COLD_PATH", help="as in the setting cold_path")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="the trainer that will read it")
@@ -51,11 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--sequences", default="leaves", metavar="leaves|requests|dataset:PATH",
         help="every maximal chain of chunks; what request records say; or the rows of a prepared dataset with "
-        "input_ids and loss_mask: a datasets folder, JSONL or Parquet (default: leaves)",
+        "input_ids and loss_mask, assistant_masks or labels: a datasets folder, JSONL or Parquet (default: leaves)",
     )  # fmt: skip
     what.add_argument(
         "--loss-mask", choices=KINDS,
-        help="tokens to train on (default: dataset with a dataset, generated with requests, else all)",
+        help="tokens to train on (default: dataset with a dataset; recorded with requests: the spans in the request "
+        "record, or else what follows the prompt; else all)",
     )  # fmt: skip
     what.add_argument("--tokenizer", metavar="DIR", help="where tokenizer.json is, for --loss-mask chatml and llama3")
     what.add_argument("--min-tokens", type=_count, default=1, metavar="N", help="leave out shorter samples")
@@ -81,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         "--final-norm", metavar="MODEL_DIR",
         help="the model whose final norm the rows are checked against; applied where the format wants them after it",
     )  # fmt: skip
+    rows.add_argument(
+        "--norm-kind", type=_norm_kind, metavar="KIND[:EPS]",
+        help=f"how that norm computes, where the model's type is not known: {', '.join(NORM_KINDS)}",
+    )  # fmt: skip
     rows.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: speculators only (default: bf16)")
     how = parser.add_argument_group("running")
     how.add_argument(
@@ -89,6 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     how.add_argument("--resume", action="store_true", help="go on where an earlier run with the same options ended")
     how.add_argument("--dry-run", action="store_true", help="say what would be written, and how long it would take")
+    how.add_argument(
+        "--strict", action="store_true",
+        help="end with 1 when a sample was rejected, or a request, row or chunk file could not be used",
+    )  # fmt: skip
     return parser
 
 
@@ -125,11 +150,10 @@ def _extract(args: argparse.Namespace) -> int:
         if not plan.layers.aux and not kind.aux_optional:
             raise DatasetError(f"--format {args.format} needs auxiliary layers; name them with --layers")
         _check_split(len(plan.samples), args.val_fraction)
-        norm = plan_norm(plan, kind.wants_normed, args.final_norm)
+        norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
         _describe(plan, args, say)
         if args.dry_run:
-            _dry_run(plan, norm, args, kind, say)
-            return 0
+            return _dry_run(plan, norm, args, kind, say)
         return _write(plan, norm, args, kind, say)
     except DatasetError as error:
         raise CommandError(str(error)) from None
@@ -143,9 +167,10 @@ def _job(plan: Plan, norm: NormPlan, args: argparse.Namespace, out: str, state: 
 
 
 def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> int:
+    out = os.path.abspath(args.out)
+    writer = kind(_job(plan, norm, args, out, os.path.join(out, STATE)))
     with Extraction(args.out, resume=args.resume) as extraction:
         journal = extraction.journal
-        writer = kind(_job(plan, norm, args, extraction.out, journal.directory))
         head = _head(plan, norm, args)
         if journal.has_plan():
             planned, samples = journal.read_plan(plan.index)
@@ -153,17 +178,14 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
             head = planned
         else:
             samples = plan.samples
-            needed = sum(writer.nbytes(sample.tokens) for sample in samples)
-            free = shutil.disk_usage(extraction.out).free
-            if needed > free:
-                shutil.rmtree(journal.directory)
-                raise DatasetError(f"{args.out} needs {bytes_text(needed)}, but its disk has {bytes_text(free)} left")
+            _check_room(args, sum(writer.nbytes(sample.tokens) for sample in samples), extraction.out)
+            bad_rows = [Rejected(f"row-{number}", 0, why.reason, str(why)) for number, why in plan.report.bad_rows]
             with extraction.writing():
                 if plan.report.coverage:
                     _write_coverage(plan, journal.directory, journal.temporary)
-                journal.write_plan(head, samples, plan.index)
+                journal.write_plan(head, samples, plan.index, bad_rows)
         norm.reader.reads_once(read_once(plan.index, samples))
-        encoder = Encoder(norm.reader, plan.masks, writer, plan.prepared)
+        encoder = Encoder(norm.reader, plan, writer)
         val_from = len(samples) - round(len(samples) * args.val_fraction)
         started = time.monotonic()
         total = sum(writer.nbytes(sample.tokens) for sample in samples)
@@ -178,9 +200,10 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
         f"({done.nbytes / seconds / 1e9:.2f} GB/s) → {args.out}"
     )
     if head["rejected"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in head["rejected"].items())
+        rejected = head["rejected"]
         print(
-            f"{done.rejected} samples rejected ({reasons}); see {os.path.join(args.out, 'rejected.jsonl')}",
+            f"{sum(rejected.values())} samples rejected ({counts_text(rejected)}); see "
+            f"{os.path.join(args.out, REJECTED)}{remedy(rejected)}",
             file=sys.stderr,
         )
     if "fp8_relative_error" in head:
@@ -188,7 +211,31 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
             f"{slot}: {error:.4f}" for slot, error in zip(plan.layers.slots, head["fp8_relative_error"], strict=True)
         )
         say(f"relative error of fp8 by layer: {errors}")
-    return 0
+    return _status(args, head)
+
+
+def _status(args: argparse.Namespace, head: dict[str, Any]) -> int:
+    """1 with ``--strict`` when not everything that could have been a sample is one; the set is there all the same."""
+    coverage = head.get("coverage", {})
+    lost = {
+        "rejected": sum(head["rejected"].values()),
+        "left out": sum(count for text, count in head["left_out"].items() if text not in chains.ASKED_FOR),
+        "partly covered": coverage.get("partly", 0),
+        "chunk files not usable": sum(head["unusable_chunks"].values()) + sum(head["unreadable_files"].values()),
+    }
+    if not args.strict or not any(lost.values()):
+        return 0
+    print(
+        f"{PROGRAM}: --strict: {', '.join(f'{count} {what}' for what, count in lost.items() if count)}", file=sys.stderr
+    )
+    return 1
+
+
+def _check_room(args: argparse.Namespace, needed: int, folder: str) -> None:
+    """Raises DatasetError when the disk of a folder that is there has too little left."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DatasetError(f"{args.out} needs {bytes_text(needed)}, but its disk has {bytes_text(free)} left")
 
 
 def _as_planned(choice: Choice, planned: dict[str, Any], args: argparse.Namespace) -> Choice:
@@ -223,7 +270,7 @@ def _check_options(former: dict[str, Any], args: argparse.Namespace) -> None:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that decide what is written, as JSON has them."""
-    beside = ("out", "workers", "resume", "dry_run", "quiet")
+    beside = ("out", "workers", "resume", "dry_run", "quiet", "strict")
     options = {name: value for name, value in vars(args).items() if name not in beside}
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
 
@@ -290,13 +337,36 @@ def _describe(plan: Plan, args: argparse.Namespace, say: Callable[[str], None]) 
 
 def _dry_run(
     plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]
-) -> None:
-    writer = kind(_job(plan, norm, args, os.path.abspath(args.out), ""))
-    needed = sum(writer.nbytes(sample.tokens) for sample in plan.samples)
-    encoder = Encoder(norm.reader, plan.masks, writer, plan.prepared)
-    rate = trial(encoder, plan.samples, args.out)
+) -> int:
+    """What a run would keep, by every check but those of the rows themselves. Gives the exit status."""
+    out = os.path.abspath(args.out)
+    writer = kind(_job(plan, norm, args, out, ""))
+    rejected = Counter(why.reason for _, why in plan.report.bad_rows)
+    kept = []
+    for sample in plan.samples:
+        try:
+            writer.promise(sample, plan.promise(sample))
+        except RowRejected as why:
+            rejected[why.reason] += 1
+        else:
+            kept.append(sample)
+    if not kept:
+        raise DatasetError(f"no sample would pass its checks ({counts_text(rejected)}){remedy(rejected)}")
+    needed = sum(writer.nbytes(sample.tokens) for sample in kept)
+    folder = out
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    _check_room(args, needed, folder)
+    rate = trial(Encoder(norm.reader, plan, writer), kept, args.out)
     text = "unknown" if not rate else duration_text(needed / (rate * min(args.workers, os.cpu_count() or 1)))
-    say(f"would write {len(plan.samples)} rows, {plan.tokens} tokens, {bytes_text(needed)} in about {text}")
+    tokens = sum(sample.tokens for sample in kept)
+    say(f"would write {len(kept)} rows, {tokens} tokens, {bytes_text(needed)} in about {text}")
+    if rejected:
+        print(
+            f"{rejected.total()} samples would be rejected ({counts_text(rejected)}){remedy(rejected)}", file=sys.stderr
+        )
+    say("not looked at: whether the rows themselves are whole and finite, and on their side of the norm")
+    return _status(args, {**_head(plan, norm, args), "rejected": rejected})
 
 
 def _write_coverage(plan: Plan, out: str, temporary: str) -> None:
@@ -357,6 +427,13 @@ def _fraction(text: str) -> float:
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError("must be at least 0 and below 1")
     return number
+
+
+def _norm_kind(text: str) -> str:
+    try:
+        return check_kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _slots(text: str) -> tuple[int, ...]:

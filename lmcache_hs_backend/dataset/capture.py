@@ -50,6 +50,12 @@ class Capture:
             num_layers=count if type(count) is int and 0 < count < 100_000 else None,
         )
 
+    def final_slot(self) -> int | None:
+        """The storage slot of the model's last layer; None where the writer did not say."""
+        if self.num_layers is None or not self.layer_ids:
+            return None
+        return self.num_layers - (self.layer_ids == OUTPUT)
+
     @classmethod
     def of(cls, texts: Sequence[str]) -> Capture:
         """The one capture of all chunks. Raises DatasetError when they disagree on what layers mean."""
@@ -101,13 +107,17 @@ def choose_layers(
     """The layers to extract, and warnings about what had to be taken on trust.
 
     ``stored`` are the storage slots that occur. Without ``aux`` and ``last`` the capture decides: its last
-    layer, and all others in ascending order. ``aux`` alone, or a capture that does not say which layer is
-    the last, is a DatasetError, and so is a slot that was never stored.
+    layer, and all others in ascending order. A slot that was not captured is a DatasetError, and so is a ``last`` that
+    is not the model's last layer as the capture knows it.
     """
     slots = ", ".join(map(str, sorted(stored)))
+    final = capture.final_slot()
+    if final is not None and final not in stored:
+        raise DatasetError(f"the last layer, {final}, was not captured (stored {slots})")
+    if final is not None and last not in (None, final):
+        raise DatasetError(f"--last-layer {last}: the last layer of these captures is {final} (stored {slots})")
     if last is None:
-        final = None if capture.num_layers is None else capture.num_layers - (capture.layer_ids == OUTPUT)
-        if not capture.layer_ids or final is None or final not in stored:
+        if final is None:
             raise DatasetError(
                 f"which storage slot holds the last layer is not known; name it with --last-layer (stored: {slots})"
             )
@@ -117,7 +127,7 @@ def choose_layers(
     aux = list(aux or ())
     for slot in (*aux, last):
         if slot not in stored:
-            raise DatasetError(f"layer {slot} was never stored; stored are the storage slots {slots}")
+            raise DatasetError(f"layer {slot} was not captured (stored {slots})")
     if len({*aux, last}) != len(aux) + 1:
         raise DatasetError(f"layers {', '.join(map(str, (*aux, last)))}: each may be named only once")
     warnings = []

@@ -11,19 +11,25 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, token_bytes
-from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.forest import Forest
 from lmcache_hs_backend.dataset.index import FIRST, ChunkIndex, sequence_files
-from lmcache_hs_backend.format.request_log import RequestRecord, read_records
+from lmcache_hs_backend.format.request_log import RequestRecord, Spans, read_records
+
+T = TypeVar("T")
+
+#: Why sequences are left out that the user has chosen to do without.
+ASKED_FOR = ("shorter than min_tokens", "the same as another one, cut to max_tokens")
 
 
 class Sample(NamedTuple):
     """One training sample: the first ``tokens`` tokens of the chain that ends in chunk ``last``.
 
-    ``prompt_tokens`` is -1 where it is not known, ``row`` the row of the prepared dataset or -1.
+    ``prompt_tokens`` is -1 where it is not known, ``row`` the row of the prepared dataset or -1. ``loss_spans`` are the
+    tokens that its request record says are trained on, half open; None where it says nothing.
     """
 
     id: str
@@ -31,6 +37,7 @@ class Sample(NamedTuple):
     tokens: int
     prompt_tokens: int = -1
     row: int = -1
+    loss_spans: Spans | None = None
 
 
 @dataclass
@@ -41,6 +48,7 @@ class Report:
     sequences: int = 0
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
     coverage: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # row, its tokens, covered tokens
+    bad_rows: list[tuple[int, RowRejected]] = dataclasses.field(default_factory=list)  # of the prepared dataset
 
     def covered(self) -> tuple[int, int, int]:
         """Rows of a prepared dataset that are covered, partly covered and missing."""
@@ -89,7 +97,8 @@ def requests(forest: Forest, report: Report) -> list[Sample]:
         if last is None or chunks[last].end < record.num_tokens:
             report.left_out["a chunk of the request is no longer there"] += 1
             continue
-        result.append(Sample(record.request_id, last, record.num_tokens, record.prompt_tokens))
+        sample = Sample(record.request_id, last, record.num_tokens, record.prompt_tokens)
+        result.append(sample._replace(loss_spans=record.loss_spans))
     report.sequences = len(found)
     return result
 
@@ -114,8 +123,10 @@ def _usable(forest: Forest) -> Iterator[int]:
 # -- a prepared dataset ----------------------------------------------------------------------------------
 
 
-def matched(forest: Forest, rows: Iterable[Sequence[int]], report: Report) -> list[Sample]:
+def matched(forest: Forest, rows: Iterable[Sequence[int] | RowRejected], report: Report) -> list[Sample]:
     """One sequence per row of a prepared dataset that chunks cover at least in part, in the dataset's order.
+
+    A row that is no row, a RowRejected in its place, is kept in the report, and no sequence.
 
     A row is covered up to the end of the last whole chunk whose tokens are its own, or to its end where that
     lies inside a chunk. Raises DatasetError when no row is covered at all.
@@ -124,12 +135,10 @@ def matched(forest: Forest, rows: Iterable[Sequence[int]], report: Report) -> li
     walked: list[tuple[int, int, int, bytes]] = []  # last chunk, covered tokens, tokens, digest of the whole row
     wanted: dict[int, dict[int, set[bytes]]] = {}
     for number, row in enumerate(rows):
-        try:
-            ids = token_bytes(row)
-        except (ValueError, TypeError) as error:
-            raise DatasetError(
-                f"row {number} of the dataset: input_ids must be a flat list of integers: {error}"
-            ) from None
+        if isinstance(row, RowRejected):
+            report.bad_rows.append((number, row))
+            row = ()
+        ids = token_bytes(row)
         walk = forest.walk(ids)
         tokens = len(ids) // TOKEN_BYTES
         digest = b""
@@ -145,6 +154,7 @@ def matched(forest: Forest, rows: Iterable[Sequence[int]], report: Report) -> li
         walked.append((walk.last, walk.tokens, tokens, digest))
     inside = forest.find_inside(wanted)
     found = []
+    bad = {number for number, _ in report.bad_rows}
     for number, (last, covered, tokens, digest) in enumerate(walked):
         if digest:
             for parent in _ends(forest, last):
@@ -155,9 +165,11 @@ def matched(forest: Forest, rows: Iterable[Sequence[int]], report: Report) -> li
         report.coverage.append((number, tokens, covered))
         if covered:
             found.append(Sample(f"row-{number}", last, covered, row=number))
-        else:
+        elif number not in bad:
             report.left_out["no chunk of the row is there" if tokens else "the row is empty"] += 1
     report.sequences = len(walked)
+    if walked and len(bad) == len(walked):
+        raise DatasetError(f"none of the dataset's {len(walked)} rows can be read; the first: {report.bad_rows[0][1]}")
     if walked and not found:
         raise DatasetError(
             f"none of the dataset's {len(walked)} rows begins with a chunk of {forest.index.model}; was the dataset "
@@ -188,11 +200,11 @@ def bounded(
             sequence = sequence._replace(last=last, tokens=max_tokens)
             identity = (_content(index, last, max_tokens), sequence.row, sequence.prompt_tokens)
             if identity in cut:
-                report.left_out["the same as another one, cut to max_tokens"] += 1
+                report.left_out[ASKED_FOR[1]] += 1
                 continue
             cut.add(identity)
         if sequence.tokens < min_tokens:
-            report.left_out["shorter than min_tokens"] += 1
+            report.left_out[ASKED_FOR[0]] += 1
             continue
         result.append(sequence)
     return result
@@ -207,7 +219,7 @@ def _content(index: ChunkIndex, last: int, tokens: int) -> tuple[int, bytes]:
     return (chunk.parent, ids[: (tokens - chunk.start) * TOKEN_BYTES]) if ids is not None else (last, b"")
 
 
-def share(found: Sequence[Sample], number: int, of: int) -> list[Sample]:
+def share(found: Sequence[T], number: int, of: int) -> list[T]:
     """The ``number``-th (from 1) of ``of`` contiguous shares, which differ by at most one sequence."""
     return list(found[len(found) * (number - 1) // of : len(found) * number // of])
 

@@ -21,6 +21,7 @@ REASONS = {
     "bad_file": "a chunk file of the row is damaged",
     "unreadable": "the system refused to read a chunk file of the row",
     "layer": "a layer is no longer in a chunk of the row",
+    "row": "the row of the prepared dataset has no list of token ids",
     "ids": "the token ids do not have the prefix digest, or are not those of the dataset's row",
     "shape": "the hidden size differs between layers or chunks of the row",
     "dtype": "the dtype of a layer differs between chunks of the row",

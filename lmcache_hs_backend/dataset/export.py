@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,13 @@ from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.formats.base import TRAIN, VAL, Encoded, Entry, Format
 from lmcache_hs_backend.dataset.journal import STATE, Journal, Rejected
-from lmcache_hs_backend.dataset.masks import LossMask, check_given, spans
-from lmcache_hs_backend.dataset.prepared import Prepared
+from lmcache_hs_backend.dataset.masks import spans
+from lmcache_hs_backend.dataset.plan import Plan
 from lmcache_hs_backend.dataset.rows import RowReader
 
 MANIFEST = "manifest.json"
 REJECTED = "rejected.jsonl"
+COVERAGE = "coverage.jsonl"
 VERSION = 1
 
 
@@ -47,28 +48,18 @@ class Progress:
 class Encoder:
     """Makes the bytes of one sample. Thread-safe."""
 
-    def __init__(self, reader: RowReader, masks: LossMask, writer: Format, prepared: Prepared | None) -> None:
+    def __init__(self, reader: RowReader, plan: Plan, writer: Format) -> None:
         self._reader = reader
-        self._masks = masks
+        self._plan = plan
         self._writer = writer
-        self._prepared = prepared
 
     def encode(self, sample: Sample, temporary: str) -> tuple[Encoded, list[list[int]]]:
         """The encoded sample, and the runs of ones of its loss mask. Raises RowRejected or OSError."""
         if sample.last < 0:
             raise RowRejected("gone", "the chunk in which the sample ends was deleted")
-        given: Sequence[int] | None = None
         rows = self._reader.read(sample, stacked=self._writer.stacked)
-        if self._prepared is not None and sample.row >= 0:
-            ids, given = self._prepared.row(sample.row)
-            check_given(given, ids)
-            if rows.ids.tolist() != list(ids)[: sample.tokens]:
-                raise RowRejected("ids", f"the token ids are not those of row {sample.row} of {self._prepared.path}")
-        mask = self._masks.make(sample, rows.ids, given)
-        runs = spans(mask)
-        if not runs:
-            raise RowRejected("no_loss", "no token of the sample is trained on")
-        return self._writer.encode(sample, rows, mask, temporary), runs
+        mask = self._plan.mask(sample, rows.ids)
+        return self._writer.encode(sample, rows, mask, temporary), spans(mask)
 
 
 class Extraction:
@@ -77,10 +68,11 @@ class Extraction:
     def __init__(self, out: str, *, resume: bool) -> None:
         """Take the folder, making it where it is missing. Raises DatasetError when it is not ours to fill."""
         self.out = os.path.abspath(os.path.expanduser(out))
+        self._made = not os.path.isdir(self.out)
         try:
             os.makedirs(self.out, exist_ok=True)
             present = os.listdir(self.out)
-            if present and not (resume and STATE in present):
+            if set(present) - {REJECTED, COVERAGE} and not (resume and STATE in present):
                 advice = "choose another folder" if resume or STATE not in present else "go on with --resume"
                 raise DatasetError(f"{out} is not empty; {advice}")
             self.journal = Journal(self.out)
@@ -91,7 +83,14 @@ class Extraction:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.journal.close()
+        """Let go of the folder. One in which nothing has been planned is as it was before."""
+        if self.journal.has_plan() or not os.path.isdir(self.journal.directory):
+            self.journal.close()
+            return
+        self.journal.remove()
+        if self._made:
+            with contextlib.suppress(OSError):  # somebody else's file has appeared in it
+                os.rmdir(self.out)
 
     def run(
         self,
@@ -202,8 +201,10 @@ class Extraction:
                 nbytes += entry.nbytes
                 trained += sum(end - begin for begin, end in entry.loss)
             if not splits:
+                self.journal.remove()  # nothing to go on with: other options may use the folder
+                where = os.path.join(self.out, REJECTED)
                 raise DatasetError(
-                    f"no sample passed its checks ({_counts(rejected)}); {os.path.join(self.out, REJECTED)} says why"
+                    f"no sample passed its checks ({counts_text(rejected)}); {where} says why{remedy(rejected)}"
                 )
             self._make_durable()
             head = {
@@ -279,8 +280,28 @@ def _sync(path: str) -> None:
         os.close(fd)
 
 
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counter.most_common())
+def counts_text(counter: Mapping[str, int]) -> str:
+    """``10 no_loss, 1 ids``: the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(counter).most_common())
+
+
+#: What to do when nearly all samples are rejected for one reason.
+_REMEDIES = {
+    "no_loss": "conversations that end with the assistant's answer were only read, so nothing follows their prompts: "
+    "name the answers with --loss-mask chatml or llama3 and --tokenizer DIR, or take a capture whose request records "
+    "have loss_spans, as lmcache-hs-capture writes them",
+    "norm": "the rows are on the other side of the final norm than captured, or --final-norm is another model's",
+    "mask": "the dataset's masks do not fit its ids: choose another --loss-mask, or prepare it again",
+    "ids": "the token ids are not those that were captured: were both made with the same tokenizer?",
+    "bad_file": "chunk files are damaged: lmcache-hs-inspect verify names them all",
+    "gone": "an engine has deleted the chunks meanwhile: raise its max_cold_size, or extract before they are evicted",
+}
+
+
+def remedy(rejected: Mapping[str, int]) -> str:
+    """What to do about samples that were rejected, as the end of a sentence; empty where there is no advice."""
+    reason = max(rejected, key=lambda reason: rejected[reason], default="")
+    return f"; {_REMEDIES[reason]}" if reason in _REMEDIES else ""
 
 
 def trial(encoder: Encoder, samples: Sequence[Sample], near: str, seconds: float = 2.0) -> float:

@@ -103,6 +103,13 @@ class FinalNorm:
         return int(((mean_square - 1).abs() < _TOLERANCE).sum())
 
 
+def layers_of(path: str) -> int | None:
+    """How many decoder layers the model in a directory has; None where its config.json does not say."""
+    text = _text_config(_config(path))
+    found = [text[key] for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in text]
+    return found[0] if found and type(found[0]) is int else None
+
+
 def check_kind(text: str) -> str:
     """A value of ``--norm-kind``. Raises ValueError."""
     kind, _, eps = text.partition(":")

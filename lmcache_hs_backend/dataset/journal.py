@@ -60,19 +60,27 @@ class Journal:
         os.makedirs(self.temporary)
         self._plan = os.path.join(self.directory, _PLAN)
         self._path = os.path.join(self.directory, "journal.jsonl")
+        self._bad_rows = os.path.join(self.directory, "bad-rows.jsonl")
         self._fd = -1
 
     def has_plan(self) -> bool:
         return os.path.exists(self._plan)
 
-    def write_plan(self, head: dict[str, Any], samples: Sequence[Sample], index: ChunkIndex) -> None:
-        """File the plan, whole or not at all. Chunks are named by their prefix digests."""
+    def write_plan(
+        self, head: dict[str, Any], samples: Sequence[Sample], index: ChunkIndex, bad_rows: Sequence[Rejected] = ()
+    ) -> None:
+        """File the plan, whole or not at all. Chunks are named by their prefix digests.
+
+        ``bad_rows``: what is rejected before any sample is read, as there is nothing to look for.
+        """
+        with open(self._bad_rows, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(rejected) + "\n" for rejected in bad_rows)
         path = os.path.join(self.temporary, "plan")
         with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(head) + "\n")
             for sample in samples:
                 chunk = index.chunks[sample.last]
-                line = [sample.id, chunk.prefix.hex(), chunk.start, sample.tokens, sample.prompt_tokens, sample.row]
+                line = [sample.id, chunk.prefix.hex(), chunk.start, *sample[2:]]
                 file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -85,9 +93,10 @@ class Journal:
             head = json.loads(file.readline())
             samples = []
             for line in file:
-                name, prefix, start, tokens, prompt_tokens, row = json.loads(line)
+                name, prefix, start, tokens, prompt_tokens, row, spans = json.loads(line)
                 last = where.get((bytes.fromhex(prefix), start), -1)
-                samples.append(Sample(name, last, tokens, prompt_tokens, row))
+                loss_spans = None if spans is None else tuple((begin, end) for begin, end in spans)
+                samples.append(Sample(name, last, tokens, prompt_tokens, row, loss_spans))
         return head, samples
 
     def results(self) -> Iterator[Entry | Rejected]:
@@ -105,7 +114,11 @@ class Journal:
         return (result for result in self.results() if isinstance(result, Entry))
 
     def rejected(self) -> Iterator[Rejected]:
-        return (result for result in self.results() if isinstance(result, Rejected))
+        """The rows that were no rows, then the samples that failed a check."""
+        with open(self._bad_rows, encoding="utf-8") as file:
+            for line in file:
+                yield Rejected(*json.loads(line))
+        yield from (result for result in self.results() if isinstance(result, Rejected))
 
     def keep(self, count: int) -> None:
         """Go on after the first ``count`` results."""
@@ -134,4 +147,4 @@ class Journal:
     def remove(self) -> None:
         """All is done: the folder is no longer needed."""
         self.close()
-        shutil.rmtree(self.directory)
+        shutil.rmtree(self.directory, ignore_errors=True)

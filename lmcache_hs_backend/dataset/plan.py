@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES
 from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.capture import POST_NORM, PRE_NORM, Capture, Layers, choose_layers
 from lmcache_hs_backend.dataset.chains import Report, Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
-from lmcache_hs_backend.dataset.final_norm import FinalNorm
+from lmcache_hs_backend.dataset.final_norm import FinalNorm, layers_of
 from lmcache_hs_backend.dataset.forest import Forest
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.masks import LossMask
-from lmcache_hs_backend.dataset.prepared import Prepared, ids_of, open_prepared
+from lmcache_hs_backend.dataset.prepared import MASK_COLUMNS, Prepared, given_mask, ids_of, open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
 
 DATASET = "dataset:"
@@ -44,7 +47,7 @@ class Choice:
     def mask_kind(self) -> str:
         if self.loss_mask is not None:
             return self.loss_mask
-        return {"requests": "generated", "leaves": "all"}.get(self.sequences, "dataset")
+        return {"requests": "recorded", "leaves": "all"}.get(self.sequences, "dataset")
 
 
 @dataclass
@@ -65,6 +68,48 @@ class Plan:
     def tokens(self) -> int:
         return sum(sample.tokens for sample in self.samples)
 
+    def mask(self, sample: Sample, ids: torch.Tensor) -> torch.Tensor:
+        """The loss mask, int64 ``[S]``, of a sample with token ids ``ids`` ``[S]``.
+
+        Raises RowRejected when the ids are not those of the dataset's row, its mask does not fit, or nothing is trained
+        on.
+        """
+        given = None
+        if self.prepared is not None and sample.row >= 0:
+            row, value = self.prepared.row(sample.row)
+            given = given_mask(self.prepared.mask_column, value, row)
+            if ids.tolist() != list(row)[: sample.tokens]:
+                raise RowRejected("ids", f"the token ids are not those of row {sample.row} of {self.prepared.path}")
+        return self._trained(sample, ids, given)
+
+    def promise(self, sample: Sample) -> torch.Tensor:
+        """What ``mask`` will give, without reading any rows. Raises RowRejected where that will."""
+        if sample.last < 0:
+            raise RowRejected("gone", "the chunk in which the sample ends was deleted")
+        given = None
+        ids = torch.zeros(sample.tokens, dtype=torch.int64)
+        if self.prepared is not None and sample.row >= 0:
+            row, value = self.prepared.row(sample.row)
+            given = given_mask(self.prepared.mask_column, value, row)
+            ids = torch.tensor(row[: sample.tokens], dtype=torch.int64)
+        elif self.masks.needs_ids:
+            ids = self.token_ids(sample)
+        return self._trained(sample, ids, given)
+
+    def token_ids(self, sample: Sample) -> torch.Tensor:
+        """The token ids of a sample, int64 ``[S]``, from the headers of its chunks. Raises RowRejected."""
+        parts = [self.index.ids(position) for position in self.index.chain(sample.last)]
+        if None in parts:
+            raise RowRejected("gone", "a chunk file of the sample was deleted, or is damaged")
+        raw = bytearray(b"".join(part for part in parts if part is not None)[: sample.tokens * TOKEN_BYTES])
+        return torch.frombuffer(raw, dtype=torch.int64)
+
+    def _trained(self, sample: Sample, ids: torch.Tensor, given: Sequence[int] | None) -> torch.Tensor:
+        mask = self.masks.make(sample, ids, given)
+        if not bool(mask.any()):
+            raise RowRejected("no_loss", "no token of the sample is trained on")
+        return mask
+
     def stored_tokens(self) -> int:
         """Tokens of the chunks that the samples lie in, each chunk counted once."""
         seen: set[int] = set()
@@ -82,10 +127,16 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
     prepared = open_prepared(choice.sequences[len(DATASET) :]) if choice.sequences.startswith(DATASET) else None
     if prepared is None and choice.sequences not in ("leaves", "requests"):
         raise DatasetError(f"--sequences is {choice.sequences!r}, but must be leaves, requests or dataset:PATH")
-    if choice.mask_kind == "generated" and choice.sequences != "requests":
-        raise DatasetError("--loss-mask generated needs prompt lengths, which only --sequences requests has")
+    if choice.mask_kind in ("generated", "recorded") and choice.sequences != "requests":
+        raise DatasetError(
+            f"--loss-mask {choice.mask_kind} needs prompt lengths, which only the records of --sequences requests have"
+        )
     if choice.mask_kind == "dataset" and prepared is None:
         raise DatasetError("--loss-mask dataset needs --sequences dataset:PATH")
+    if choice.mask_kind == "dataset" and prepared is not None and prepared.mask_column is None:
+        raise DatasetError(
+            f"{prepared.path} has no column {' or '.join(MASK_COLUMNS)}; name the tokens to train on with --loss-mask"
+        )
     index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size)
     stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
     layers, warnings = choose_layers(Capture.of(index.captures), stored, choice.layers, choice.last_layer)
@@ -99,6 +150,7 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
         samples = chains.leaves(forest, report)
     samples = chains.bounded(index, samples, choice.min_tokens, choice.max_tokens, report)
     samples = chains.share(samples, *choice.shard)[: choice.limit]
+    report.bad_rows = chains.share(report.bad_rows, *choice.shard)
     if not samples:
         why = {**forest.unusable, **report.left_out}
         raise DatasetError(
@@ -127,6 +179,11 @@ def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None, norm
     if norm is not None and norm.hidden_size != hidden:
         raise DatasetError(
             f"--final-norm {model_dir} is of a model with hidden size {norm.hidden_size}; the rows have {hidden}"
+        )
+    captured, own = plan.layers.capture.num_layers, None if model_dir is None else layers_of(model_dir)
+    if captured is not None and own is not None and captured != own:
+        raise DatasetError(
+            f"--final-norm {model_dir} is of a model with {own} layers; the rows were captured from one with {captured}"
         )
     said = plan.layers.capture.last_layer
     if said:

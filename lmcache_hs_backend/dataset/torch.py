@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from lmcache_hs_backend.dataset.errors import RowRejected
-from lmcache_hs_backend.dataset.masks import check_given
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
 
 
@@ -38,6 +36,7 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
         min_tokens: int = 1,
         max_tokens: int | None = None,
         final_norm: str | None = None,
+        norm_kind: str | None = None,
     ) -> None:
         """The arguments mean what the options of ``lmcache-hs-extract`` mean.
 
@@ -56,7 +55,7 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
             max_tokens=max_tokens,
         )
         self.plan: Plan = make_plan(choice)
-        norm = plan_norm(self.plan, None if final_norm is None else True, final_norm)
+        norm = plan_norm(self.plan, None if final_norm is None else True, final_norm, norm_kind)
         self._reader, self.normed = norm.reader, norm.normed
         self.warnings = list(self.plan.warnings)
 
@@ -72,15 +71,9 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
         """Raises RowRejected when the sample fails a check, such as a chunk that was deleted meanwhile."""
         sample = self.plan.samples[number]
         rows = self._reader.read(sample, stacked=False)
-        given: Sequence[int] | None = None
-        if self.plan.prepared is not None:
-            ids, given = self.plan.prepared.row(sample.row)
-            check_given(given, ids)
-            if rows.ids.tolist() != list(ids)[: sample.tokens]:
-                raise RowRejected("ids", f"the token ids are not those of row {sample.row} of the dataset")
         return {
             "input_ids": rows.ids,
-            "loss_mask": self.plan.masks.make(sample, rows.ids, given),
+            "loss_mask": self.plan.mask(sample, rows.ids),
             "hidden_states": rows.aux.flatten(1),
             "last_hidden_states": rows.last,
             "position_ids": torch.arange(sample.tokens),

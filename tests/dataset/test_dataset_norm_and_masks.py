@@ -15,6 +15,7 @@ from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.masks import LossMask, from_spans, spans
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
+from lmcache_hs_backend.dataset.prepared import given_mask
 from tests.support.dataset_capture import HIDDEN, LAST, VLLM, Writer, ids_of, rows_of, save_norm
 
 IDS = ids_of(40)
@@ -183,8 +184,11 @@ def test_a_template_without_a_tokenizer_or_of_another_one_is_an_error(tmp_path: 
 
 @pytest.mark.parametrize("given", [None, [1, 1], [1, 0, 2]])
 def test_a_mask_that_does_not_fit_is_refused(given: list[int] | None) -> None:
+    def make() -> None:
+        LossMask("dataset").make(Sample("s", 0, 3, row=0), torch.arange(3), given_mask("loss_mask", given, range(3)))
+
     with pytest.raises(RowRejected) as caught:
-        LossMask("dataset").make(Sample("s", 0, 3, row=0), torch.arange(3), given)
+        make()
     assert caught.value.reason == "mask"
 
 

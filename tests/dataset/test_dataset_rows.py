@@ -188,7 +188,7 @@ def test_an_unknown_numbering_is_taken_as_given_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("aux", "last", "text"),
     [
-        ([2, 9], 8, r"layer 9 was never stored; stored are the storage slots 2, 4, 8"),
+        ([2, 9], 8, r"layer 9 was not captured \(stored 2, 4, 8\)"),
         ([2, 2], 8, "only once"),
         ([2, 8], 8, "only once"),
     ],

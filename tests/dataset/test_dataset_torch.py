@@ -160,7 +160,7 @@ def test_a_row_that_fails_its_checks_counts_as_missing_and_is_logged(
         ([], "needs --hs-cold-path DIR"),
         (["--hs-cold-path", "/nowhere"], "is not a directory"),
         (["--hs-cold-path", "COLD", "--hs-layers", "two"], "--hs-layers is 'two'"),
-        (["--hs-cold-path", "COLD", "--hs-layers", "2,9", "--hs-last-layer", "8"], "layer 9 was never stored"),
+        (["--hs-cold-path", "COLD", "--hs-layers", "2,9", "--hs-last-layer", "8"], "layer 9 was not captured"),
     ],
 )
 def test_the_backends_errors_are_one_line(stored: Path, prepared: Path, given: list[str], text: str) -> None:

@@ -333,7 +333,7 @@ def test_a_dataset_larger_than_the_disk_is_refused_at_once(
     monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(1000))
     assert main([str(stored), "--out", str(tmp_path / "out"), "--format", "modelopt"]) == 1
     assert "but its disk has 1000 B left" in capsys.readouterr().err
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 class _Usage:
@@ -346,9 +346,9 @@ class _Usage:
     [
         (
             ["--layers", "2,77", "--last-layer", "8"],
-            "layer 77 was never stored; stored are the storage slots 2, 4, 5, 8",
+            "layer 77 was not captured (stored 2, 4, 5, 8)",
         ),
-        (["--last-layer", "9"], "layer 9 was never stored"),
+        (["--last-layer", "9"], "the last layer of these captures is 8"),
         (["--sequences", "all"], "must be leaves, requests or dataset:PATH"),
         (["--sequences", "requests"], "no request records"),
         (["--sequences", "dataset:/nowhere"], "does not exist"),
@@ -428,14 +428,16 @@ def test_a_dataset_without_token_ids_is_named_with_what_to_do(
     (tmp_path / "data.jsonl").write_text(text)
     options = ["--format", "modelopt", "--sequences", f"dataset:{tmp_path / 'data.jsonl'}"]
     assert main([str(stored), "--out", str(tmp_path / "out"), *options]) == 1
-    assert "row 0: not a JSON object with input_ids" in capsys.readouterr().err
+    assert "no row is a JSON object with input_ids" in capsys.readouterr().err
 
 
 def test_a_dataset_of_another_tokenizer_is_refused_before_the_first_row(
     stored: Path, tmp_path: Path, capsys: Any
 ) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"input_ids": [i + 1 for i in ids]}) for ids in PROMPTS))
+    path.write_text(
+        "\n".join(json.dumps({"input_ids": [i + 1 for i in ids], "loss_mask": [1] * len(ids)}) for ids in PROMPTS)
+    )
     options = ["--format", "modelopt", "--sequences", f"dataset:{path}"]
     assert main([str(stored), "--out", str(tmp_path / "out"), *options]) == 1
     assert "was the dataset tokenised with this model's tokenizer" in capsys.readouterr().err

@@ -101,8 +101,14 @@ def test_chunks_of_two_sizes_are_not_mixed_and_one_of_them_can_be_chosen(
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"input_ids": [[1, 2]]}, "row 0 of the dataset: input_ids must be a flat list of integers"),
-        ({"input_ids": None}, "row 0 of the dataset"),
+        (
+            {"input_ids": [[1], [2]], "loss_mask": [1, 1]},
+            "input_ids are [[1], [2]], not a list of integers, flat or [1, N]",
+        ),
+        (
+            {"input_ids": None, "loss_mask": None},
+            "none of the dataset's 1 rows can be read; the first: input_ids are None",
+        ),
         ({"input_ids": PROMPTS[0], "loss_mask": 1}, "mask"),
         ({"input_ids": PROMPTS[0], "loss_mask": [0.5] * 30}, "mask"),
         ({"input_ids": PROMPTS[0], "loss_mask": [None] * 30}, "mask"),

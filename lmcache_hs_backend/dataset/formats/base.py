@@ -84,6 +84,9 @@ class Format(abc.ABC):
     def nbytes(self, tokens: int) -> int:
         """About how many bytes a sample of so many tokens takes."""
 
+    def promise(self, sample: Sample, mask: torch.Tensor) -> None:  # noqa: B027 - most formats take every sample
+        """Raises RowRejected when ``encode`` will refuse the sample, whatever its rows are."""
+
     @abc.abstractmethod
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
         """Make the bytes of a sample, in any thread. Raises OSError."""
