@@ -1,7 +1,7 @@
-"""What the index keeps in RAM for chunks that are on disk only: entries as they are, and the memory of a process.
+"""What a store keeps in RAM for chunks that are on disk only: the memory of a process with and without them.
 
 A program of its own (``python -m benchmarks.index_memory COUNT`` prints bytes per chunk for each kind), because only a
-fresh heap tells. Knows the index and nothing else of the tiers.
+fresh heap tells.
 """
 
 from __future__ import annotations
@@ -10,23 +10,15 @@ import gc
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lmcache_hs_backend.chunk import LayerSpec
-from lmcache_hs_backend.format.header import FileLayout
-from lmcache_hs_backend.tiers.index import Entry, Index, Standing
-
-
-def cold_entry(index: Index, kv_key: Any) -> Entry:
-    """A chunk that is on disk only, as recovery or demotion leaves it."""
-    layout = index.share(FileLayout(256, 4096, (LayerSpec(0, "BF16", 4096),)))
-    name, prefix = random.randbytes(16), random.randbytes(16)
-    # UNCONFIRMED: of a confirmed one the store's chores would find out that its KV is gone.
-    digests = random.randbytes(16)
-    return Entry(name, Standing.UNCONFIRMED, prefix, 256, kv_key, filed=layout, file_bytes=layout.size, digests=digests)
+from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.tiered import TieredStore
 
 
 def _lmcache_key() -> Any:
@@ -35,33 +27,37 @@ def _lmcache_key() -> Any:
     return CacheEngineKey("org/model", 1, 0, random.getrandbits(63), torch.bfloat16)
 
 
-def _index(count: int, make_key: Callable[[], Any]) -> Index:
-    index = Index()
-    for _ in range(count):
-        index.add(cold_entry(index, make_key()))
-    return index
+def _keys(store: TieredStore, count: int) -> list[Any]:
+    return [_lmcache_key() for _ in range(count)]
+
+
+_BUILD: dict[str, Callable[[TieredStore, int], Any]] = {
+    "recovered": lambda store, count: store.debug.add_cold_chunks(count),
+    "stored": lambda store, count: store.debug.add_cold_chunks(count, _lmcache_key),
+    "keys": _keys,
+}
 
 
 def main(count: int) -> None:
-    build: dict[str, Callable[[int], object]] = {
-        "recovered": lambda n: _index(n, lambda: None),
-        "stored": lambda n: _index(n, _lmcache_key),
-        "keys": lambda n: [_lmcache_key() for _ in range(n)],
-    }
-    for make in build.values():
-        make(10)  # imports, and what is made once
-    gc.collect()
-    for kind, make in build.items():
-        child = os.fork()  # each kind starts from the same heap
-        if not child:
-            before = _resident_bytes()
-            kept = make(count)
-            print(kind, (_resident_bytes() - before) / count, flush=True)
-            del kept
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            raise SystemExit(f"{kind}: the child ended with status {status}")
+    with tempfile.TemporaryDirectory(prefix="hs-index-memory-") as folder:
+        for kind, make in _BUILD.items():
+            child = os.fork()  # each kind starts from the same heap
+            if not child:
+                config = TieredConfig(cold_path=os.path.join(folder, kind), max_cold_size=1, min_free_disk=0)
+                store = TieredStore(
+                    config, 1 << 20, NamespaceId(model="org/model", kv_dtype="bfloat16", chunk_size=256)
+                )
+                assert store.wait_recovered(20)
+                _warmed_up = [build(store, 10) for build in _BUILD.values()]  # imports, and what is made once
+                gc.collect()
+                before = _resident_bytes()
+                kept = make(store, count)
+                print(kind, (_resident_bytes() - before) / count, flush=True)
+                del kept
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if status:
+                raise SystemExit(f"{kind}: the child ended with status {status}")
 
 
 def _resident_bytes() -> int:

@@ -91,10 +91,7 @@ class Stores:
 
     def leave_ram(self) -> None:
         """Everything clean leaves RAM, as it would for a newcomer; the files stay."""
-        pair = self.ours.tiers._pair
-        with pair.lock:
-            while pair.hot._evict_one():
-                pass
+        self.ours.debug.evict_clean()
         if self.ours.stats()["hot_chunks"]:
             raise RuntimeError("a chunk has not left RAM")
 

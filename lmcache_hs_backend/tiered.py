@@ -22,6 +22,7 @@ import torch
 
 from lmcache_hs_backend.chunk import HASH_ALGORITHM, TOKEN_BYTES, AskPresence, ChunkRef, Presence, Prompt, cut
 from lmcache_hs_backend.config import GIB, ConfigError, LocalConfig, TieredConfig
+from lmcache_hs_backend.debug import StoreDebug
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.metrics import GAUGES, Metrics
@@ -123,9 +124,8 @@ class TieredStore:
         self._intake = Intake(self._pair, self._cleaner, ident.model, capture)
         self._serve = Serve(self._pair)
         self._pair.mover.next_write = self._cleaner.next_write
-        self._background.start(
-            opening.recover(self._pair, self._cleaner, self.directory, self._executor, self._recovered)
-        )
+        recovery = opening.recover(self._pair, self._cleaner, self.directory, self._executor, self._recovered)
+        self._background.start(recovery)
         self._background.every(_TICK_SEC, self._tick)
         self._background.every(_PUBLISH_SEC, self._publish)
         _open_stores.add(self)
@@ -479,6 +479,11 @@ class TieredStore:
         else:  # whoever is still at work there keeps the memory and the directory, until the process ends
             logger.warning("%s: an operation does not return; it is left behind", self.directory)
         logger.info("closed %s: %d chunk(s) not written", self.directory, left)
+
+    @property
+    def debug(self) -> StoreDebug:
+        """A look inside, for tests, benchmarks and support sessions; not for serving."""
+        return StoreDebug(self)
 
     def wait_recovered(self, timeout: float) -> bool:
         """Wait until what was on disk at start is known, headers included. Returns whether it is."""

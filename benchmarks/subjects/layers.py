@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -73,17 +72,6 @@ def _case(context: Context, chunks: int, hidden: int, result: Result, table: Tab
 
 def _times_asked(store: Any, ids: list[int]) -> int:
     """How often one call asks LMCache for KV."""
-    pair = store.tiers._pair
-    ask, asked, caller = pair.ask, [], threading.get_ident()
-
-    def counting(keys: Any, memory_only: bool) -> Any:
-        if threading.get_ident() == caller:  # the store's chores ask too, now and then
-            asked.append(len(keys))
-        return ask(keys, memory_only)
-
-    pair.ask = counting
-    try:
+    with store.debug.questions() as asked:
         store.retrieve_layers(ids, _LAYERS)
-    finally:
-        pair.ask = ask
-    return len(asked)
+    return sum(not question.memory_only for question in asked)  # the store's chores ask memory, now and then

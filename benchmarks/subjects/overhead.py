@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.context import Context
 from benchmarks.figures import Result, Series, Table
-from benchmarks.index_memory import cold_entry
 from benchmarks.measuring import median
 from benchmarks.workload import LAZY, Engine, expect, make_config, new_prompt, random_rows
 from lmcache_hs_backend.integrations.lmcache.store import key_name
@@ -89,12 +88,7 @@ def _run(context: Context) -> Result:
 
 def _fill(store: Any, count: int) -> None:
     """Put cold chunks into the index until it has ``count`` of them."""
-    index, lock = store.tiers._pair.index, store.tiers._pair.lock
-    while (missing := count - len(index.entries)) > 0:
-        entries = [cold_entry(index, None) for _ in range(min(missing, 1000))]
-        with lock:
-            for entry in entries:
-                index.add(entry)
+    store.debug.add_cold_chunks(count - store.num_cached_chunks())
 
 
 def _measure(engine: Engine, ids: list[int], rows: torch.Tensor, calls: int) -> dict[str, list[float]]:

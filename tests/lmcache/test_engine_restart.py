@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_hs_backend.tiers.intake import Intake
 from lmcache_hs_backend.tiers.recovery import Recovery
 from tests.support.engines import (
     CHUNK,
@@ -73,10 +73,12 @@ def test_a_recovered_chunk_that_was_served_is_deleted_when_its_kv_goes_again(lef
 def test_a_prompt_that_is_stored_again_while_recovery_is_under_way_counts(
     left_behind, start, monkeypatch, found_during
 ):
+    during = contextlib.nullcontext
     if found_during == "the copy":
-        _let_recovery_find_the_files_during_a_copy(monkeypatch)
+        during = _recovery_finds_the_files_after_a_copy(monkeypatch)
     engine = start()
-    engine.store_both(TOKENS, ROWS)
+    with during(engine.store):
+        engine.store_both(TOKENS, ROWS)
     assert torch.equal(engine.retrieve(TOKENS), ROWS.float())
     engine.settled()
     assert engine.store.flush(10) == 0
@@ -85,21 +87,23 @@ def test_a_prompt_that_is_stored_again_while_recovery_is_under_way_counts(
     assert torch.equal(engine.retrieve(TOKENS), ROWS.float())
 
 
-def _let_recovery_find_the_files_during_a_copy(monkeypatch) -> None:
-    copying = threading.Event()
-    scan, copy = Recovery._scan_top, Intake._copy
+def _recovery_finds_the_files_after_a_copy(monkeypatch):
+    copied = threading.Event()
+    scan = Recovery._scan_top
 
     def scan_late(recovery):
-        assert copying.wait(10)
+        assert copied.wait(10)
         return scan(recovery)
 
-    def copy_slowly(intake, *arguments):
-        copying.set()
-        wait_until(lambda: len(intake._pair.index.entries) == 4)
-        copy(intake, *arguments)
+    def during(store):
+        def hook():
+            copied.set()
+            wait_until(lambda: store.num_cached_chunks() == 4)
+
+        return store.debug.between_copy_and_publication(hook)
 
     monkeypatch.setattr(Recovery, "_scan_top", scan_late)
-    monkeypatch.setattr(Intake, "_copy", copy_slowly)
+    return during
 
 
 def test_coverage_counts_recovered_chunks(left_behind, start):

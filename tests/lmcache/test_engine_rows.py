@@ -79,7 +79,7 @@ def test_coverage_is_honest_about_the_cold_tier_and_reads_nothing(start):
     reads = engine.store.stats()["disk_read_seconds_count"]
     assert engine.store.coverage(chunks_of(engine, tokens)) == 3 * CHUNK
     assert engine.store.stats()["disk_read_seconds_count"] == reads
-    engine.store.tiers._pair.cold.health._go_offline("for the test")
+    engine.store.debug.go_offline("for the test")
     assert engine.store.coverage(chunks_of(engine, tokens)) == 0
 
 

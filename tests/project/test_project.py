@@ -25,7 +25,7 @@ LEVELS = [
     ["format"],
     ["arena", "metrics"],
     ["tiers"],
-    ["tiered"],
+    ["tiered", "debug"],
     ["integrations", "dataset", "cli"],
 ]
 

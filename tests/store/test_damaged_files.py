@@ -147,7 +147,7 @@ def test_a_chunk_file_that_is(
     """... is a miss, set aside and counted; the chunks before it are served, those after it live on."""
     with opened(tmp_path, write_back_sec=FOREVER) as store:
         p, x = on_disk(store, 4)
-        paths = [Path(store._pair.cold.path(name)) for name in p.names]
+        paths = [Path(store.debug.path(name)) for name in p.names]
         if when == "while it is open":
             damage(paths[2], paths[0])
             INJECTED[damage.__name__] += 1
@@ -171,7 +171,7 @@ def _check_damaged(store: TieredStore, p: Prompt, x: torch.Tensor, damage: Calla
     out = store.retrieve(p.refs, [0])[0]
     assert torch.equal(out, x[: 2 * CHUNK].float())
     assert store.stats()["quarantined_chunks"] == (damage is not deleted)
-    assert not os.path.lexists(store._pair.cold.path(p.names[2]))
+    assert not os.path.lexists(store.debug.path(p.names[2]))
     assert store.covered([p.names[3]], [0]) == 1
     assert store.store(p.refs, p.bytes, {0: x}) >= 1, "it can be stored again"
     assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
@@ -208,7 +208,7 @@ def test_files_that_somebody_has_deleted_already_stop_no_eviction_and_no_drop(tm
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
         assert store.stats()["errors_unlink"] == 0
         assert store.stats()["cold_bytes"] <= limit
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
 
 
@@ -216,7 +216,7 @@ def test_files_that_somebody_has_deleted_already_stop_no_eviction_and_no_drop(tm
 def test_two_chunk_files_that_are_swapped_with_each_other_are_both_misses(tmp_path: Path, when: str) -> None:
     def swap(store: TieredStore) -> None:
         INJECTED["swapped files"] += 1
-        one, two = (Path(store._pair.cold.path(name)) for name in (p.names[1], p.names[2]))
+        one, two = (Path(store.debug.path(name)) for name in (p.names[1], p.names[2]))
         aside = tmp_path / "aside"
         one.rename(aside)
         two.rename(one)
@@ -244,7 +244,7 @@ def test_two_chunk_files_that_are_swapped_with_each_other_are_both_misses(tmp_pa
 def test_left_over_temporaries_are_removed_and_hundreds_of_foreign_files_are_not(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         p, x = on_disk(store, 2)
-        folder = Path(store._pair.cold.path(p.names[0])).parent
+        folder = Path(store.debug.path(p.names[0])).parent
         root = Path(store.directory)
     (root / "archive" / "ab").mkdir(parents=True)
     name = p.names[0].hex()

@@ -159,8 +159,7 @@ def test_min_free_disk_stays_free_on_a_real_disk_whoever_fills_it(tmp_path: Path
             churn(store)
             assert store.stats()["cold_state"] == "paused"
             (tmp_path / "somebody's").unlink()
-            with store._pair.lock:
-                store._pair.cold.health._resume_at = 0.0  # the pause is over
+            store.debug.resume_now()  # the pause is over
             wait_until(lambda: store.stats()["cold_state"] == "online")
             assert store.flush(10) == 0
             assert store.stats()["cold_chunks"] > 0
@@ -234,7 +233,7 @@ def test_a_failed_write_of_one_more_layer_leaves_the_file_as_it_was(
 ) -> None:
     with opened(tmp_path, files=disk, write_back_sec=FOREVER) as store:
         p, x = on_disk(store, 1)
-        path = Path(store._pair.cold.path(p.names[0]))
+        path = Path(store.debug.path(p.names[0]))
         before = path.read_bytes()
         y = rows(CHUNK, seed=1)
         assert store.store(p.refs, p.bytes, {3: y}) == 1
@@ -244,8 +243,7 @@ def test_a_failed_write_of_one_more_layer_leaves_the_file_as_it_was(
         assert not list(tmp_path.glob("*/??/.*"))
         assert torch.equal(store.retrieve(p.refs, [3])[3], y.float()), "it is in RAM"
         disk.errors.clear()
-        with store._pair.lock:
-            store._pair.cold.health._resume_at = 0.0
+        store.debug.resume_now()
         wait_until(lambda: store.stats()["cold_state"] == "online")
         assert store.flush(10) == 0
         out = store.retrieve(p.refs, [0, 3])
@@ -452,7 +450,7 @@ def test_with_fsync_bytes_then_names_are_durable_before_flush_returns(tmp_path: 
         p, _ = on_disk(store, 3)
         calls = list(files.calls)
         for name in p.names:
-            path = store._pair.cold.path(name)
+            path = store.debug.path(name)
             folder, temporary = os.path.dirname(path), files.sources[path]
             wanted = [("mkdir", folder), ("sync", store.directory), ("write", temporary), ("sync", temporary)]
             wanted += [("rename", path), ("sync", folder)]

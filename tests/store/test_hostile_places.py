@@ -120,7 +120,7 @@ def test_directories_that_become_links_after_they_were_used_are_not_followed(tmp
         store.drop(p.names[:1])
         store.kv_gone(p.names[1:])
         store.flush(5)
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
     assert {path: path.stat() for path in outside.rglob("*.safetensors")} == before
 
 
@@ -181,14 +181,14 @@ print("served")
 def test_a_bad_file_that_cannot_be_set_aside_counts_until_it_is_gone(tmp_path: Path, disk: FaultyDisk) -> None:
     with opened(tmp_path, files=disk) as store:
         p, _ = on_disk(store, 2)
-        path = Path(store._pair.cold.path(p.names[1]))
+        path = Path(store.debug.path(p.names[1]))
         with path.open("r+b") as file:
             file.seek(-5, os.SEEK_END)
             file.write(b"12345")
         INJECTED["damaged file that cannot be moved"] += 1
         disk.errors["rename"] = disk.errors["unlink"] = errno.EROFS
         store.retrieve(p.refs, [0])
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         assert store.stats()["cold_bytes"] == sum(file.stat().st_size for file in chunk_files(tmp_path))
         disk.errors.clear()
         wait_until(lambda: not path.exists(), 20)
@@ -267,7 +267,7 @@ print(temporary_name("x").split(".")[3])
 def test_a_hidden_file_of_somebody_elses_is_left_alone(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as store:
         p, _ = on_disk(store, 1)
-        places = [Path(store.directory), Path(store._pair.cold.path(p.names[0])).parent]
+        places = [Path(store.directory), Path(store.debug.path(p.names[0])).parent]
     for place in places:
         (place / name).write_text("mine")
     with opened(tmp_path):
@@ -410,7 +410,7 @@ def test_rows_of_another_width_replace_those_that_the_tiers_have(tmp_path: Path)
         assert store.retrieve(p.refs, [1]) == {}, "what the former model left goes with it"
         assert store.stats()["drops_reshaped"] == 3
         assert store.flush(10) == 0
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
     with opened(tmp_path) as store:
         assert torch.equal(store.retrieve(p.refs, [0])[0], after.float())
@@ -433,28 +433,20 @@ def test_a_deletion_that_is_tried_again_spares_the_file_that_came_back_meanwhile
 ) -> None:
     with opened(tmp_path, files=disk) as store:
         p, _ = on_disk(store, 2)
-        pair = store._pair
-        with pair.lock:  # the deletion waits behind this, and the new chunk's write behind the deletion
-            for name in p.names:
-                pair.mover.claim(name)
-        assert store.drop(p.names) == 2
         after = rows(2 * CHUNK, seed=9)
-        assert store.store(p.refs, p.bytes, {0: after}) == 2
-        disk.errors["unlink"] = errno.EBUSY
-        with pair.lock:
-            for name in p.names:
-                pair.mover.release(name)
+        # The deletion waits behind this, and the new chunk's write behind the deletion.
+        with store.debug.holding_files(p.names):
+            assert store.drop(p.names) == 2
+            assert store.store(p.refs, p.bytes, {0: after}) == 2
+            disk.errors["unlink"] = errno.EBUSY
         wait_until(lambda: store.stats()["errors_unlink"] == 2)
         assert store.flush(10) == 0
         disk.errors.clear()
-        with pair.lock:
-            pair.delete_again()
-        wait_until(lambda: not pair.cold._undeleted and not pair.mover._busy)
+        store.debug.run_chores()
+        wait_until(lambda: not store.debug.undeleted() and not store.debug.busy())
         assert len(chunk_files(tmp_path)) == 2
         check_balance(store)
-        with pair.lock:
-            while pair.hot._evict_one():
-                pass
+        store.debug.evict_clean()
         assert torch.equal(store.retrieve(p.refs, [0])[0], after.float())
 
 
@@ -471,7 +463,7 @@ with opened(folder) as store:
     for _ in range(4):
         p, x = prompt(2), rows(2 * CHUNK)
         store.store(p.refs, p.bytes, {0: x})
-    first = Path(store._pair.cold.path(p.names[0]))
+    first = Path(store.debug.path(p.names[0]))
 os.chmod(first.parent, 0o400)
 try:
     with opened(folder) as store:
@@ -567,7 +559,7 @@ def test_a_directory_in_the_place_of_a_file_that_could_not_be_deleted_ends_the_a
         INJECTED["directory named like a chunk"] += 1
         disk.errors.clear()
         wait_until(lambda: store.stats()["cold_bytes"] == 0)
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
     assert [aside.name.startswith(f"{path.name}.foreign-") for aside in path.parent.iterdir()] == [True]
 
@@ -575,7 +567,7 @@ def test_a_directory_in_the_place_of_a_file_that_could_not_be_deleted_ends_the_a
 def test_a_directory_that_has_the_name_of_a_chunk_to_be_written_is_moved_aside(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         p = prompt(2)
-        path = Path(store._pair.cold.path(p.names[1]))
+        path = Path(store.debug.path(p.names[1]))
         (path / "precious").mkdir(parents=True)
         INJECTED["directory named like a chunk"] += 1
         assert store.store(p.refs, p.bytes, {0: rows(len(p))}) == 2

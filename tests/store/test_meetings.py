@@ -23,7 +23,6 @@ from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers import recovery
-from lmcache_hs_backend.tiers.index import Standing
 from tests.store.test_faults import tmpfs
 from tests.support.disks import FaultyDisk
 from tests.support.prompts import (
@@ -73,11 +72,16 @@ class SlowToRead(FaultyDisk):
         return os.pwritev(fd, views, offset)
 
 
+def unread(store: TieredStore) -> int:
+    """How many files have been found by name, and no more."""
+    return sum(chunk.file == "unread" for chunk in store.debug.chunks().values())
+
+
 def started(path: Path, disk: FaultyDisk, **changes: Any) -> TieredStore:
     """A store whose files have been found by name, and no more."""
     ask = {"ask": changes.pop("ask")} if "ask" in changes else {}
     store = TieredStore(settings(path, write_back_sec=3600, **changes), 64 * LAYER_BYTES, IDENT, files=disk, **ask)
-    wait_until(lambda: bool(store._pair.index.standings[Standing.UNREAD]))
+    wait_until(lambda: unread(store) > 0)
     return store
 
 
@@ -123,14 +127,15 @@ def test_a_chunk_that_is_stored_again_while_its_file_is_evicted_is_written_and_m
         flushing = threading.Thread(target=store.flush, args=(10,))
         flushing.start()
         assert disk.entered.wait(10)
-        (evicted,) = [name for name in p.names if store._pair.index.get(name) is None]
+        (evicted,) = [name for name in p.names if store.debug.chunk(name) is None]
         assert store.store(p.refs, p.bytes, {0: x}) == 1
         disk.open_gate()
         flushing.join()
         store.flush(10)
         assert store.stats()["queue_writes"] == 0
-        index = store._pair.index
-        assert evicted in index.clean
+        again = store.debug.chunk(evicted)
+        assert again is not None
+        assert again.evictable
         assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
         check_balance(store)
 
@@ -152,14 +157,14 @@ def test_a_chunk_that_is_archived_again_while_the_archive_makes_room_is_there_af
         flushing.start()
         assert disk.entered.wait(10)
         store.drop(q.names)  # room for what follows
-        wait_until(lambda: not any(os.path.exists(store._pair.cold.path(name)) for name in q.names))
+        wait_until(lambda: not any(os.path.exists(store.debug.path(name)) for name in q.names))
         store.store(p.refs, p.bytes, {0: x})
         store.kv_gone(p.names)
         disk.open_gate()
         flushing.join()
-        wait_until(lambda: store.stats()["archived_chunks"] == 1 and not store._pair.mover.is_busy(p.names[0]))
+        wait_until(lambda: store.stats()["archived_chunks"] == 1 and p.names[0] not in store.debug.busy())
         assert [path.stem for path in tmp_path.glob("*/archive/??/*")] == [p.names[0].hex()]
-        assert store._pair.cold.space.usage.archive == FILE
+        assert store.debug.disk().archive == FILE
 
 
 # -- a start ----------------------------------------------------------------------------------------------
@@ -220,15 +225,13 @@ def test_a_collision_that_shows_when_the_header_is_read_is_one_and_counts_nothin
     disk.hang()
     store = started(tmp_path, disk)
     try:
-        copy_in = store._pair.hot.copy_in
 
-        def meanwhile(*args: Any) -> None:
-            copy_in(*args)
+        def meanwhile() -> None:
             disk.resume()
-            wait_until(lambda: store._pair.index.entries[first.names[0]].filed is not None)
+            wait_until(lambda: store.debug.chunks()[first.names[0]].file == "known")
 
-        store._pair.hot.copy_in = meanwhile  # type: ignore[method-assign]
-        assert store.store(second.refs, second.bytes, {0: rows(CHUNK, seed=3)}) == 0
+        with store.debug.between_copy_and_publication(meanwhile):
+            assert store.store(second.refs, second.bytes, {0: rows(CHUNK, seed=3)}) == 0
         assert store.stats()["drops_collision"] == 1
         assert store.store(first.refs, first.bytes, {0: rows(CHUNK)}) == 1, "the first time in this process"
         check_balance(store)
@@ -294,7 +297,7 @@ def test_nothing_of_our_own_is_evicted_before_it_is_known_how_large_it_is(
         ask=lambda keys, _: [Presence.GONE if key in gone else Presence.PRESENT for key in keys],
     )  # fmt: skip
     try:
-        wait_until(lambda: store._pair.index.standings[Standing.UNREAD] == 40)  # by their names, not their sizes
+        wait_until(lambda: unread(store) == 40)  # by their names, not their sizes
         q = prompt(1)
         assert store.store(q.refs, q.bytes, {0: rows(CHUNK)}) == 1
         gone.add(q.refs[0].kv_key)
@@ -352,7 +355,7 @@ def by_and_by(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threadi
 
 
 def found(store: TieredStore) -> Callable[[], bool]:
-    return lambda: all(entry.file_bytes for entry in store._pair.index.entries.values())
+    return lambda: all(chunk.file != "absent" for chunk in store.debug.chunks().values())
 
 
 @pytest.mark.parametrize("write_back_sec", [0, 3600])
@@ -405,7 +408,7 @@ def test_an_archive_that_is_written_before_the_file_was_looked_into_has_all_laye
         archived = {path.stem: path for path in tmp_path.glob("*/archive/??/*")}
         for name in p.names:
             assert {"layer.0", "layer.1"} < set(load_file(archived[name.hex()]))
-        assert store._pair.cold.space.usage.archive == sum(path.stat().st_size for path in archived.values())
+        assert store.debug.disk().archive == sum(path.stat().st_size for path in archived.values())
     finally:
         store.close()
 
@@ -454,10 +457,11 @@ def test_a_header_that_somebody_has_read_meanwhile_is_not_read_again(
     monkeypatch.setattr(recovery.Recovery, "_read_batch", lambda self, batch: (go.wait(), read_batch(self, batch))[1])
     store = TieredStore(settings(tmp_path, write_back_sec=3600), 8 * LAYER_BYTES, IDENT)
     try:
-        wait_until(lambda: store._cleaner.enabled)
+        size = sum(path.stat().st_size for path in chunk_files(tmp_path))
+        wait_until(lambda: store.stats()["cold_bytes"] == size)  # the sizes are known, the headers are not read
         assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
         wait_until(lambda: store.stats()["hot_chunks"] == 2)
-        assert store._pair.cold.space._evict(2 * FILE), "as lack of room does"
+        wait_until(lambda: store.debug.evict_files(2 * FILE))
         go.set()
         assert store.wait_recovered(10)
         assert store.stats()["drops_bad_file"] == 0
@@ -498,11 +502,11 @@ def test_two_generations_of_a_chunk_whose_file_could_not_be_deleted_leave_no_byt
         wait_until(lambda: store.stats()["errors_unlink"] == 1)
         store.store(p.refs, p.bytes, {0: x})
         store.kv_gone(p.names)
-        wait_until(lambda: not store._pair.mover.is_busy(p.names[0]))
+        wait_until(lambda: p.names[0] not in store.debug.busy())
         disk.errors.clear()
-        store._delete_again_at = 0.0
-        wait_until(lambda: not chunk_files(tmp_path) and not store._pair.mover.is_busy(p.names[0]))
-        assert store._pair.cold.space.usage.own == 0
+        store.debug.run_chores()
+        wait_until(lambda: not chunk_files(tmp_path) and p.names[0] not in store.debug.busy())
+        assert store.debug.disk().own == 0
         check_balance(store)
 
 
@@ -521,10 +525,8 @@ def test_one_file_that_cannot_be_deleted_does_not_keep_others_from_making_room(t
         p = prompt(4)
         store.store(p.refs, p.bytes, {0: rows(4 * CHUNK)})
         assert store.flush(10) == 0
-        with store._pair.lock:
-            victim = store._pair.index.oldest(store._pair.index.cold.values())
-        assert victim is not None
-        disk.stays = store._pair.cold.path(victim.name)
+        victim = min(p.names, key=lambda name: store.debug.chunks()[name].used_ns)
+        disk.stays = store.debug.path(victim)
         q = prompt(3)
         store.store(q.refs, q.bytes, {0: rows(3 * CHUNK)})
         wait_until(lambda: store.stats()["queue_writes"] == 0)
@@ -571,12 +573,12 @@ def test_a_moment_without_memory_for_a_merge_costs_no_rows_and_no_core(
         p, x = on_disk(store, 1)
         attempts: list[int] = []
 
-        def refused(nbytes: int) -> Any:
+        def refused(pool: BufferPool, nbytes: int) -> Any:
             attempts.append(nbytes)
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(store._pair.pool, "get", refused)
+            patch.setattr(BufferPool, "get", refused)
             assert store.store(p.refs, p.bytes, {1: x}) == 1
             begun = time.monotonic()
             wait_until(lambda: len(attempts) >= 4)
@@ -602,7 +604,7 @@ def test_a_close_ends_in_time_though_many_uses_are_not_saved_yet(tmp_path: Path)
     store.retrieve(p.refs, [0])
     disk.slow = 0.05
     store.close()
-    assert len(store._pair.hot.arena._view) == 0, "its memory is given back"
+    assert store.debug.memory().mapped == 0, "its memory is given back"
     with opened(tmp_path) as again:
         assert again.directory == store.directory, "and so is its directory"
 

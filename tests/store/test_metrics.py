@@ -77,7 +77,7 @@ with opened(Path({str(tmp_path / "cold")!r})) as store:
     p = prompt(3)
     store.store(p.refs, p.bytes, {{0: rows(3 * CHUNK)}})
     assert store.flush(10) == 0
-    store._publish()
+    store.debug.run_chores()
     {show.replace(chr(10), chr(10) + "    ")}
     assert re.search(r"^lmcache:hs_capacity_bytes\\{{.*\\}} 65536\\.0$", text, re.MULTILINE), text
 """

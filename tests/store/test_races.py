@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
 import os
@@ -48,9 +47,7 @@ def on_disk(store: TieredStore, num_chunks: int) -> tuple[Prompt, torch.Tensor]:
 
 
 def demote(store: TieredStore) -> None:
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
+    store.debug.evict_clean()
 
 
 # -- writes and leases -------------------------------------------------------------------------------------
@@ -60,37 +57,24 @@ def test_a_chunk_that_is_being_read_is_written_once(tmp_path: Path) -> None:
     with opened(tmp_path, write_back_sec=0) as store:
         p = prompt(1)
         store.store(p.refs, p.bytes, {0: rows(CHUNK)})
-        entry = store._pair.index.get(p.names[0])
-        assert entry is not None
-        with store._pair.lock:
-            store._pair.lease(entry)
-        assert store.flush(10) == 0
-        assert store.stats()["written_chunks"] == 1
-        with store._pair.lock:
-            assert not store._pair.index.aging
-            store._pair.release(entry)
+        with store.debug.pinned(p.names[0]):
+            assert store.flush(10) == 0
+            assert store.stats()["written_chunks"] == 1
+            assert store.stats()["queue_writes"] == 0
 
 
-def test_a_write_that_finds_no_room_is_not_tried_again_at_once(tmp_path: Path) -> None:
+def test_a_write_that_finds_no_room_is_not_tried_again_at_once(tmp_path: Path, disk: FaultyDisk) -> None:
     limit = 3 * (LAYER_BYTES + 4096)
-    with opened(tmp_path, max_cold_size=limit / 1024**3, write_back_sec=0) as store:
+    sizes = {"max_cold_size": limit / 1024**3, "min_free_disk": 1e-6}
+    with opened(tmp_path, files=disk, write_back_sec=0, **sizes) as store:
         p, _ = on_disk(store, 2)
-        entries = [store._pair.index.get(name) for name in p.names]
-        with store._pair.lock:
-            for entry in entries:
-                assert entry is not None
-                store._pair.lease(entry)  # no file may leave
-        tries = []
-        reserve = store._pair.cold.space.reserve
-        store._pair.cold.space.reserve = lambda nbytes: (tries.append(nbytes), reserve(nbytes))  # type: ignore[assignment]
-        q = prompt(2)
-        store.store(q.refs, q.bytes, {0: rows(2 * CHUNK)})
-        store.flush(1.0)
-        assert len(tries) < 30
-        with store._pair.lock:
-            for entry in entries:
-                store._pair.release(entry)  # type: ignore[arg-type]
-        wait_until(lambda: not store._pair.index.aging)
+        with store.debug.pinned(*p.names):  # no file may leave
+            before = disk.calls["statvfs"]  # a write begins by looking how much room the disk has
+            q = prompt(2)
+            store.store(q.refs, q.bytes, {0: rows(2 * CHUNK)})
+            store.flush(1.0)
+            assert 0 < disk.calls["statvfs"] - before < 30
+        wait_until(lambda: store.stats()["queue_writes"] == 0)
 
 
 def test_a_chunk_whose_write_crashes_is_not_tried_for_ever_and_holds_up_nobody(tmp_path: Path) -> None:
@@ -103,7 +87,7 @@ def test_a_chunk_whose_write_crashes_is_not_tried_for_ever_and_holds_up_nobody(t
         assert time.monotonic() - started < 2
         q, x = prompt(2), rows(2 * CHUNK)
         store.store(q.refs, q.bytes, {0: x})
-        wait_until(lambda: store.covered(q.names, [0]) == 2 and not store._pair.index.aging)
+        wait_until(lambda: store.covered(q.names, [0]) == 2 and store.stats()["queue_writes"] == 0)
         demote(store)
         assert torch.equal(store.retrieve(q.refs, [0])[0], x.float())
         assert store.stats()["errors_internal"] == 1
@@ -153,7 +137,8 @@ def test_a_retrieve_larger_than_the_pool_keeps_no_more_scratch_memory_than_threa
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert store.stats()["hits_cold"] == 40
         result = 40 * 2 * LAYER_BYTES  # float32, and idle again by now
-        assert store._pair.pool.idle_bytes <= result + 8 * LAYER_BYTES, "what is read goes on into the result at once"
+        kept = store.debug.memory().idle_buffers
+        assert kept <= result + 8 * LAYER_BYTES, "what is read goes on into the result at once"
 
 
 @pytest.mark.parametrize("busy", [1, 2])
@@ -165,9 +150,8 @@ def test_a_write_that_is_due_does_not_wait_for_the_thread_that_has_planned_it(tm
             go.wait(20)
             return super().preadv(fd, views, offset)
 
-    with opened(tmp_path, files=SlowReads(), io_threads=4, read_timeout_sec=30, write_back_sec=FOREVER) as store:
+    with opened(tmp_path, files=SlowReads(), io_threads=4, read_timeout_sec=30, write_back_sec=0.5) as store:
         p, x = on_disk(store, 4)
-        store._pair.config = dataclasses.replace(store.config, write_back_sec=0.5)
         q = prompt(1)
         store.store(q.refs, q.bytes, {0: rows(CHUNK)})  # one idle thread looks at it, and finds it too early
         store.prefetch(p.refs[:busy])
@@ -217,7 +201,7 @@ def test_a_prefetch_reads_again_what_arrives_damaged_once(tmp_path: Path, disk: 
         wait_until(lambda: store.has(p.names[0], 0) == (True, True))
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert store.stats()["quarantined_chunks"] == 0
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
 
 
@@ -230,8 +214,7 @@ def test_two_calls_for_the_same_chunks_read_each_file_once(tmp_path: Path, disk:
         callers = [threading.Thread(target=lambda: found.append(store.retrieve(p.refs, [0])[0])) for _ in range(3)]
         for caller in callers:
             caller.start()
-        entry = store._pair.index.get(p.names[5])
-        wait_until(lambda: entry is not None and entry.leases == 6)  # each call's, and its read's
+        wait_until(lambda: store.debug.chunks()[p.names[5]].pins == 6)  # each call's, and its read's
         disk.resume()
         for caller in callers:
             caller.join()
@@ -249,7 +232,7 @@ def test_a_call_that_gives_up_leaves_no_slot_behind(tmp_path: Path, disk: Faulty
         assert store.stats()["misses_timeout"] == 1
         assert store.stats()["hot_bytes"] <= store.config.io_threads * LAYER_BYTES, "those of reads under way"
         disk.resume()
-        wait_until(lambda: not store._pair.mover._busy and store.stats()["cold_state"] == "online")
+        wait_until(lambda: not store.debug.busy() and store.stats()["cold_state"] == "online")
         check_balance(store)
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
@@ -262,7 +245,7 @@ def test_an_error_in_the_callers_half_ends_all_its_reads(tmp_path: Path, monkeyp
             patch.setattr(store._serve, "_outputs", lambda *_: too_narrow)
             with pytest.raises(RuntimeError):
                 store.retrieve(p.refs, [0])
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
@@ -291,7 +274,7 @@ def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
         assert torch.equal(store.retrieve(p.refs, [0])[0], x[: 3 * CHUNK].float())
         assert time.monotonic() - started < 10
         wait_until(lambda: store.stats()["errors_internal"] == 1)
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
 
 
@@ -303,13 +286,13 @@ def test_the_memory_of_a_cold_result_comes_back_without_a_garbage_collection(tmp
         gc.disable()
         try:
             store.retrieve(p.refs, [0])
-            wait_until(lambda: store._pair.pool.idle_bytes >= 6 * 2 * LAYER_BYTES)  # float32
-            idle = store._pair.pool.idle_bytes
+            wait_until(lambda: store.debug.memory().idle_buffers >= 6 * 2 * LAYER_BYTES)  # float32
+            idle = store.debug.memory().idle_buffers
             demote(store)
             store.retrieve(p.refs, [0])
-            wait_until(lambda: store._pair.pool.idle_bytes >= 6 * 2 * LAYER_BYTES)
+            wait_until(lambda: store.debug.memory().idle_buffers >= 6 * 2 * LAYER_BYTES)
             if promote:
-                assert store._pair.pool.idle_bytes == idle, "it was used again"
+                assert store.debug.memory().idle_buffers == idle, "it was used again"
         finally:
             gc.enable()
 
@@ -329,7 +312,7 @@ def test_a_caller_that_is_interrupted_with_a_read_in_hand_ends_it(
         monkeypatch.setattr(Read, "_is_for", lambda self, waiter: self.miss is None)
         with pytest.raises(KeyboardInterrupt):
             store.retrieve(p.refs, [0])
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
@@ -337,23 +320,29 @@ def test_a_caller_that_is_interrupted_with_a_read_in_hand_ends_it(
 # -- dropped and stored again --------------------------------------------------------------------------------
 
 
-def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: Path, disk: FaultyDisk) -> None:
-    with opened(tmp_path, files=disk, write_back_sec=FOREVER, read_timeout_sec=20) as store:
+def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: Path) -> None:
+    walking, go = threading.Event(), threading.Event()
+
+    def ask(keys: list[object], memory_only: bool) -> list[Presence]:
+        if threading.current_thread().name == "late":
+            walking.set()
+            assert go.wait(20)
+        return [Presence.PRESENT] * len(keys)
+
+    with opened(tmp_path, ask=ask, write_back_sec=FOREVER, read_timeout_sec=20) as store:
         p, _ = on_disk(store, 1)
-        entry = store._pair.index.get(p.names[0])
-        assert entry is not None
-        with store._pair.lock:
-            store._pair.lease(entry)
+        found: list[object] = []
+        late = threading.Thread(target=lambda: found.append(store.retrieve(p.refs, [0])), name="late")
+        late.start()
+        assert walking.wait(10)  # it has looked the chunk up, and will read it
         store.drop(p.names)
         y = {0: rows(CHUNK, seed=5), 3: rows(CHUNK, seed=6)}
         assert store.store(p.refs, p.bytes, y) == 1
         assert store.flush(10) == 0
-        waiter = Waiter(p.refs)
-        with store._pair.lock:  # the late read of a walk that began before the drop
-            store._pair.mover.submit(Read(store._pair, entry, [0], 0, waiter))
-        assert waiter.get(time.monotonic() + 5).miss == "absent"
-        with store._pair.lock:
-            store._pair.release(entry)
+        go.set()
+        late.join()
+        assert found == [{}]
+        assert store.stats()["misses_absent"] == 1
         demote(store)
         assert store.stats()["quarantined_chunks"] == 0
         out = store.retrieve(p.refs, [0, 3])
@@ -397,7 +386,7 @@ def test_a_file_that_could_not_be_deleted_belongs_to_the_chunk_that_is_dropped(
         else:
             assert store.flush(10) == 0
             assert len(chunk_files(tmp_path)) == 1
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
 
 
@@ -505,13 +494,12 @@ print("both ended")
 def test_a_file_of_fewer_tokens_is_never_served_as_more(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         p, _ = on_disk(store, 1)
-        path = Path(store._pair.cold.path(p.names[0]))
+        path = Path(store.debug.path(p.names[0]))
         meta = read_header(FileLayer(), str(path)).meta
-        pool = store._pair.pool
-        short = pool.get(LAYER_BYTES // 2)
         made, _, _ = write(
             FileLayer(), str(path.parent), meta._replace(num_tokens=CHUNK // 2), token_bytes(p.ids[: CHUNK // 2]),
-            {LayerSpec(0, "BF16", HIDDEN): short.bytes()}, direct=False, fsync=False, mtime_ns=1,
+            {LayerSpec(0, "BF16", HIDDEN): memoryview(bytearray(LAYER_BYTES // 2))},
+            direct=False, fsync=False, mtime_ns=1,
         )  # fmt: skip
         os.rename(made, path)
     with opened(tmp_path) as store:
@@ -523,14 +511,14 @@ def test_one_file_that_cannot_be_read_costs_nobody_else_anything(tmp_path: Path,
     with opened(tmp_path, files=disk, promote=False) as store:
         p, _ = on_disk(store, 1)
         q, y = on_disk(store, 1)
-        disk.bad_paths[store._pair.cold.path(p.names[0])] = errno.EIO
+        disk.bad_paths[store.debug.path(p.names[0])] = errno.EIO
         assert store.retrieve(p.refs, [0]) == {}
         wait_until(lambda: store.stats()["cold_state"] == "online")
         assert store.retrieve(p.refs, [0]) == {}
         assert store.stats()["quarantined_chunks"] == 1, "the disk works and this file fails again: it is the file"
         assert store.stats()["cold_state"] == "online"
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
-        disk.bad_paths[store._pair.cold.path(q.names[0])] = errno.EACCES
+        disk.bad_paths[store.debug.path(q.names[0])] = errno.EACCES
         assert store.retrieve(q.refs, [0]) == {}
         assert store.stats()["cold_state"] == "online"
         assert store.stats()["quarantined_chunks"] == 2
@@ -545,8 +533,7 @@ def test_a_disk_that_stays_full_is_not_emptied_in_vain(tmp_path: Path, disk: Fau
         for tries in range(1, 4):
             wait_until(lambda tries=tries: store.stats()["errors_disk_full"] >= tries, 15)  # type: ignore[misc]
             wait_until(lambda: store.stats()["cold_state"] == "paused", 15)
-            with store._pair.lock:
-                store._pair.cold.health._resume_at = 0.0  # the pause is over, and the next write fails at once
+            store.debug.resume_now()  # the pause is over, and the next write fails at once
         assert len(chunk_files(tmp_path)) >= 16
 
 
@@ -589,7 +576,7 @@ def test_a_dead_namespace_that_somebody_removes_is_forgotten(tmp_path: Path) -> 
     with opened(tmp_path, max_cold_size=6 * (LAYER_BYTES + 8192) / 1024**3) as store:
         assert store.stats()["cold_bytes"] > 0
         shutil.rmtree(dead)
-        store._pair.cold.space.forget_revived()
+        store.debug.run_chores()
         assert store.stats()["cold_bytes"] == 0
         on_disk(store, 4)
         check_balance(store)
@@ -621,7 +608,7 @@ def test_links_in_the_place_of_our_directories_lead_nowhere(tmp_path: Path) -> N
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         store.kv_gone(p.names[:1])
         wait_until(lambda: store.stats()["archived_chunks"] == 1)
-        os.truncate(store._pair.cold.path(p.names[1]), 10)
+        os.truncate(store.debug.path(p.names[1]), 10)
         demote(store)
         store.retrieve(p.refs[1:], [0])
     assert not list(outside.iterdir())
@@ -676,7 +663,7 @@ def test_directories_have_the_mode_of_the_setting_and_files_that_of_the_umask(
         with opened(tmp_path / "a" / "b", cold_dir_mode=mode, on_kv_gone="archive") as store:
             p, _ = on_disk(store, 3)
             store.kv_gone(p.names[:1])
-            os.truncate(store._pair.cold.path(p.names[1]), 10)
+            os.truncate(store.debug.path(p.names[1]), 10)
             store.retrieve(p.refs[1:], [0])
             wait_until(lambda: store.stats()["archived_chunks"] == store.stats()["quarantined_chunks"] == 1)
             made = [tmp_path / "a", *(tmp_path / "a").rglob("*")]

@@ -66,7 +66,7 @@ def test_a_frozen_filesystem_holds_up_nobody_and_is_used_again_when_it_thaws(ext
         run("fsfreeze", "-u", str(ext4))
         wait_until(lambda: store.stats()["cold_state"] == "online", 30)
         wait_until(lambda: store.stats()["dirty_chunks"] == 0)
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
 
 
@@ -80,7 +80,7 @@ def test_close_returns_while_the_filesystem_is_frozen(ext4: Path) -> None:
         store.close()
         assert time.monotonic() - started < 2
         run("fsfreeze", "-u", str(ext4))
-        wait_until(lambda: not store._pair.mover._running)
+        wait_until(lambda: not store.debug.busy())
 
 
 def test_a_filesystem_that_the_kernel_turns_read_only_costs_serving_nothing(ext4: Path) -> None:
@@ -117,9 +117,7 @@ def test_a_full_ext4_keeps_serving_and_stays_within_what_it_has(ext4: Path) -> N
 def test_another_filesystem_over_the_cold_path_is_a_vanished_directory(tmp_path: Path) -> None:
     with opened(tmp_path, promote=False, write_back_sec=0) as store:
         p, x = on_disk(store, 3)
-        with store._pair.lock:
-            while store._pair.hot._evict_one():
-                pass
+        store.debug.evict_clean()
         try:
             run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path))
         except (OSError, subprocess.SubprocessError) as error:

@@ -81,7 +81,7 @@ def test_a_chunk_is_served_before_anybody_knows_the_size_of_its_file(between: Be
 def test_what_was_used_meanwhile_is_the_youngest_and_the_rest_keeps_its_order(between: Between, left) -> None:
     between.store.retrieve(left[0][0].refs, [0])
     between.go_on()
-    order = list(between.store._pair.index.cold)
+    order = between.store.debug.cold_order()
     expected = [name for number in (1, 2, 3, 0) for name in reversed(left[number][0].names)]
     assert order == expected
 
@@ -98,12 +98,12 @@ def test_what_was_dropped_meanwhile_does_not_come_back(between: Between, left) -
 
 def test_a_bad_file_that_is_found_meanwhile_is_counted_with_its_real_size(between: Between, left) -> None:
     bad = left[3][0]
-    path = Path(between.store._pair.cold.path(bad.names[0]))
+    path = Path(between.store.debug.path(bad.names[0]))
     path.write_bytes(b"x" * 5000)
     assert between.store.retrieve(bad.refs, [0]) == {}
     between.go_on()
     assert between.store.stats()["quarantined_chunks"] == 1
-    assert between.store._pair.cold.space.usage.quarantine == 5000
+    assert between.store.debug.disk().quarantine == 5000
     check_balance(between.store)
 
 
@@ -139,7 +139,7 @@ def test_what_was_cleared_before_it_was_found_does_not_come_back_with_what_is_st
         assert store.flush(10) == 0
         assert store.retrieve(p.refs, [0]) == {}, "rows from before the clear"
         assert torch.equal(store.retrieve(p.refs, [1])[1], after.float())
-        wait_until(lambda: len(chunk_files_of(store)) == 2 and not store._pair.mover._busy)
+        wait_until(lambda: len(chunk_files_of(store)) == 2 and not store.debug.busy())
         check_balance(store)
     finally:
         gate.set()
@@ -150,8 +150,20 @@ def chunk_files_of(store: TieredStore) -> list[Path]:
     return chunk_files(Path(store.directory).parent)
 
 
-def test_recovery_leaves_a_file_alone_that_is_being_written(tmp_path: Path, disk: FaultyDisk) -> None:
-    with opened(tmp_path, files=disk, on_kv_gone="archive", write_back_sec=3600, clean_fraction=0) as store:
+def test_recovery_leaves_a_file_alone_that_is_being_written(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    scan: Callable[..., object] = Recovery._scan_aside
+
+    def scan_later(recovery: Recovery) -> object:
+        assert gate.wait(20)
+        return scan(recovery)
+
+    monkeypatch.setattr(Recovery, "_scan_aside", scan_later)
+    config = settings(tmp_path, on_kv_gone="archive", write_back_sec=3600, clean_fraction=0, read_timeout_sec=30)
+    store = TieredStore(config, 8 * LAYER_BYTES, IDENT, files=disk)
+    try:
         p = prompt(1)
         store.store(p.refs, p.bytes, {0: rows(CHUNK)})
         disk.hang()
@@ -161,10 +173,15 @@ def test_recovery_leaves_a_file_alone_that_is_being_written(tmp_path: Path, disk
         (being_written,) = archive.rglob("*.tmp")
         left_over = being_written.parent / f".{'ab' * 16}.1.1.tmp"
         left_over.touch()
-        Recovery(store._pair, str(tmp_path), store.directory, store._executor)._scan_aside()
+        gate.set()
+        assert store.wait_recovered(20)
         assert being_written.exists()
         assert not left_over.exists()
         disk.resume()
         wait_until(lambda: store.stats()["archived_chunks"] == 1)
         assert store.stats()["drops_archive"] == 0
         assert store.stats()["cold_state"] == "online"
+    finally:
+        gate.set()
+        disk.resume()
+        store.close()

@@ -229,12 +229,11 @@ class TwoTiers(RuleBasedStateMachine):
         try:
             wait_until(lambda: self.store.stats()["cold_state"] == "online", 40)
             self.store.flush(10)
-            wait_until(lambda: not self.store._pair.mover._busy)
-            wait_until(lambda: not self.store._pair.cold._undeleted)
-            wait_until(lambda: not self.store._pair.mover._busy)
+            wait_until(lambda: not self.store.debug.busy())
+            wait_until(lambda: not self.store.debug.undeleted())
+            wait_until(lambda: not self.store.debug.busy())
             check_balance(self.store, self.damaged)
-            with self.store._pair.lock:
-                known = {entry.name.hex() for entry in self.store._pair.index.entries.values() if entry.file_bytes}
+            known = {name.hex() for name, chunk in self.store.debug.chunks().items() if chunk.file != "absent"}
             uncounted = {path.stem for path in self.root.glob("*/??/*.safetensors")} - known - self.damaged
             assert not uncounted, "every file is in the accounts"
             assert self.store.stats()["errors_internal"] == 0

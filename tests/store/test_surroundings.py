@@ -68,9 +68,7 @@ assert s.store(p.refs, p.bytes, {{0: x}}) == 8
 
 def demote():
     assert s.flush(20) == 0
-    with s._pair.lock:
-        while s._pair.hot._evict_one():
-            pass
+    s.debug.evict_clean()
 """
     return subprocess.run(
         [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, check=False, env=PLAIN
@@ -170,9 +168,7 @@ def test_nothing_of_a_model_name_or_key_reaches_a_path_unhashed(tmp_path: Path) 
             x = rows(2 * CHUNK)
             assert store.store(p.refs, p.bytes, {0: x}) == 2
             assert store.flush(10) == 0
-            with store._pair.lock:
-                while store._pair.hot._evict_one():
-                    pass
+            store.debug.evict_clean()
             assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
             assert Path(store.directory).parent == tmp_path / "cold"
     assert [path.name for path in tmp_path.iterdir()] == ["cold"]
@@ -199,7 +195,7 @@ def test_a_hard_link_to_a_chunk_file_keeps_what_it_had(tmp_path: Path) -> None:
     with opened(tmp_path / "cold") as store:
         p, x = on_disk(store, 1)
         copy = tmp_path / "copy"
-        copy.hardlink_to(store._pair.cold.path(p.names[0]))
+        copy.hardlink_to(store.debug.path(p.names[0]))
         before = copy.read_bytes()
         assert store.store(p.refs, p.bytes, {3: x}) == 1
         assert store.flush(10) == 0
@@ -276,7 +272,7 @@ def test_a_process_without_file_descriptors_misses_and_recovers(tmp_path: Path) 
 def test_a_file_that_this_user_may_not_read_is_set_aside_and_the_others_are_served() -> None:
     code = """
 demote()
-os.chmod(s._pair.cold.path(p.names[3]), 0)
+os.chmod(s.debug.path(p.names[3]), 0)
 assert torch.equal(s.retrieve(p.refs, [0])[0], x[: 3 * CHUNK].float())
 assert s.stats()["cold_state"] == "online" and s.stats()["quarantined_chunks"] == 1
 s.close()

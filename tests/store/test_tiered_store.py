@@ -39,16 +39,14 @@ def store(tmp_path: Path) -> Iterator[TieredStore]:
     with opened(tmp_path, write_back_sec=FOREVER) as store:
         yield store
         store.flush(10)
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
 
 
 def demote_all(store: TieredStore) -> None:
     """Everything on disk, nothing in RAM."""
     assert store.flush(10) == 0
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
+    store.debug.evict_clean()
     assert store.stats()["hot_chunks"] == 0
 
 
@@ -173,7 +171,7 @@ def test_a_cold_hit_is_served_in_the_call_and_hot_the_next_time(store: TieredSto
     assert store.stats()["promoted"] == 4
     assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
     assert store.stats()["hits_hot"] == 4
-    assert len(load_file(store._pair.cold.path(p.names[0]))) == 2, "the file stays"
+    assert len(load_file(store.debug.path(p.names[0]))) == 2, "the file stays"
 
 
 def test_without_promotion_cold_chunks_stay_cold(tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_the_cleaner_works_ahead_so_that_eviction_is_only_a_free(tmp_path: Path)
     with opened(tmp_path, chunks=8, clean_fraction=0.5, write_back_sec=FOREVER) as store:
         p = prompt(8)
         store.store(p.refs, p.bytes, {0: rows(8 * CHUNK)})
-        wait_until(lambda: store._pair.hot.ready_bytes >= 4 * LAYER_BYTES)
+        wait_until(lambda: store.debug.memory().ready >= 4 * LAYER_BYTES)
         assert store.stats()["dirty_chunks"] <= 4
         assert store.stats()["hot_chunks"] == 8, "clean chunks stay in RAM until somebody needs the room"
 
@@ -231,7 +229,7 @@ def test_what_arrives_faster_than_it_settles_is_written_before_a_store_has_to_wa
         for _ in range(12):
             p = prompt(1)
             assert store.store(p.refs, p.bytes, {0: rows(CHUNK)}) == 1
-            wait_until(lambda: store._pair.hot.ready_bytes > 0)
+            wait_until(lambda: store.debug.memory().ready > 0)
         assert store.stats()["drops_no_room"] == 0
 
 
@@ -253,7 +251,7 @@ def test_a_chunk_that_came_back_to_ram_is_filed_again_as_it_was_when_a_layer_is_
         p, x, y = prompt(3), rows(3 * CHUNK), rows(3 * CHUNK, seed=9)
         store.store(p.refs, p.bytes, {3: x})
         demote_all(store)
-        paths = [store._pair.cold.path(name) for name in p.names]
+        paths = [store.debug.path(name) for name in p.names]
         before = [read_header(FileLayer(), path) for path in paths]
         assert torch.equal(store.retrieve(p.refs, [3])[3], x.float())
         assert store.has(p.names[0], 3) == (True, True)
@@ -276,7 +274,7 @@ def test_a_new_layer_of_a_cold_chunk_is_merged_into_its_file(store: TieredStore)
     assert store.store(p.refs, p.bytes, {-1: y}) == 2
     assert not store.has(p.names[0], 3)[0], "the layer on disk need not come back for it"
     demote_all(store)
-    tensors = load_file(store._pair.cold.path(p.names[0]))
+    tensors = load_file(store.debug.path(p.names[0]))
     assert set(tensors) == {"token_ids", "layer.3", "layer.-1"}
     out = store.retrieve(p.refs, [3, -1])
     assert torch.equal(out[3], x.float())
@@ -493,7 +491,7 @@ def test_a_restart_finds_everything_in_order_of_use(tmp_path: Path) -> None:
         assert store.stats()["cold_chunks"] == 6
         assert store.stats()["unconfirmed_chunks"] == 6
         assert store.stats()["cold_bytes"] == sum(file.stat().st_size for file in chunk_files(tmp_path))
-        order = list(store._pair.index.cold)
+        order = store.debug.cold_order()
         assert order == [*reversed(q.names), *reversed(p.names)], "the suffix is older than its prefix"
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
@@ -559,15 +557,13 @@ def test_kv_gone_with_archive_keeps_the_file_but_never_serves_it(tmp_path: Path)
 
 def test_an_orphan_is_dropped_instead_of_written(tmp_path: Path) -> None:
     answer = Presence.PRESENT
-    with opened(tmp_path, write_back_sec=0, ask=lambda keys, memory_only: [answer] * len(keys)) as store:
+    with opened(
+        tmp_path, write_back_sec=FOREVER, clean_fraction=0, ask=lambda keys, memory_only: [answer] * len(keys)
+    ) as store:
         p = prompt(4)
-        with store._pair.lock:
-            store._cleaner.enabled = False
         store.store(p.refs, p.bytes, {0: rows(4 * CHUNK)})
         answer = Presence.GONE
-        with store._pair.lock:
-            store._cleaner.enabled = True
-            store._pair.mover.wake()
+        assert store.flush(10) == 0
         wait_until(lambda: len(store) == 0)
         assert store.stats()["written_chunks"] == 0
         assert store.stats()["hot_bytes"] == 0

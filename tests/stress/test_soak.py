@@ -50,7 +50,7 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
                 gc.collect()
                 samples.append((resident_bytes(), len(os.listdir("/proc/self/fd")), threading.active_count()))
         store.flush(20)
-        wait_until(lambda: not store._pair.mover._busy)
+        wait_until(lambda: not store.debug.busy())
         check_balance(store)
         figures = store.stats()
     memory = [sample[0] for sample in samples]

@@ -65,12 +65,10 @@ def test_eight_threads_on_a_pool_that_always_evicts(tmp_path: Path, damage: bool
         assert not problems, problems[:3]
         store = engine.store
         store.flush(20)
-        pair = store.tiers._pair
-        wait_until(lambda: not pair.mover._busy)
-        with pair.lock:
-            entries = list(pair.index.entries.values())
-            assert pair.hot.used_bytes == sum(entry.hot_bytes for entry in entries)
-            assert all(entry.leases == 0 for entry in entries)
+        wait_until(lambda: not store.debug.busy())
+        chunks = store.debug.chunks().values()
+        assert store.debug.memory().used == sum(chunk.hot_bytes for chunk in chunks)
+        assert all(chunk.pins == 0 for chunk in chunks)
         figures = store.stats()
         assert figures["errors_internal"] == 0
         assert figures["hits_cold"] > 0

@@ -294,8 +294,7 @@ class Engine:
 
     def use_files(self, files: FileLayer) -> None:
         """Put a disk that misbehaves under the running store."""
-        cold = self.store.tiers._pair.cold
-        cold._files = cold.space._files = cold.health._files = files
+        self.store.debug.use_files(files)
 
     @property
     def files(self) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,9 +106,7 @@ def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt,
     p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
     assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
     assert store.flush(10) == 0
-    with store._pair.lock:
-        while store._pair.hot._evict_one():
-            pass
+    store.debug.evict_clean()
     return p, x
 
 
@@ -121,20 +120,17 @@ def check_balance(store: TieredStore, damaged: Collection[str] = ()) -> None:
 
     ``damaged``: names (hex) of files that somebody has changed behind the store's back.
     """
-    import os
-
-    pair = store._pair
-    with pair.lock:
-        entries = list(pair.index.entries.values())
-        assert pair.hot.used_bytes == sum(entry.hot_bytes for entry in entries)
-        assert all(entry.leases == 0 and not entry.claimed for entry in entries)
-        assert pair.index.clean_bytes == sum(entry.hot_bytes for entry in pair.index.clean.values())
-        assert pair.index.hot_chunks == sum(bool(entry.hot) for entry in entries)
-        assert pair.index.dirty_chunks == sum(entry.dirty for entry in entries)
-        assert pair.cold.space.usage.own == sum(entry.file_bytes for entry in entries)
-        assert pair.cold.space.usage.reserved == 0
-        on_disk = {entry.name: entry.file_bytes for entry in entries if entry.file_bytes}
-    for name, size in on_disk.items():
-        if name.hex() in damaged:
-            continue
-        assert os.stat(pair.cold.path(name)).st_size == size
+    debug, stats = store.debug, store.stats()
+    chunks = debug.chunks()
+    disk, memory = debug.disk(), debug.memory()
+    assert memory.used == stats["hot_bytes"] == sum(chunk.hot_bytes for chunk in chunks.values())
+    assert all(chunk.pins == 0 for chunk in chunks.values())
+    free = stats["capacity_bytes"] - memory.used
+    assert memory.ready == free + sum(chunk.hot_bytes for chunk in chunks.values() if chunk.evictable)
+    assert stats["hot_chunks"] == sum(bool(chunk.hot) for chunk in chunks.values())
+    assert stats["dirty_chunks"] == sum(chunk.dirty for chunk in chunks.values())
+    assert disk.own == sum(chunk.size for chunk in chunks.values())
+    assert disk.reserved == 0
+    for name, chunk in chunks.items():
+        if chunk.size and name.hex() not in damaged:
+            assert os.stat(debug.path(name)).st_size == chunk.size

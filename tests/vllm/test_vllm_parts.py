@@ -375,11 +375,10 @@ def test_a_file_of_rows_that_were_not_computed_comes_from_the_tiers_or_not_at_al
 
 def test_what_is_on_disk_leaves_ram_and_the_next_chunk_uses_the_same_memory(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "cold", hot_size=0.0625)
-    arena = rig.sink.store._pair.hot.arena
     farthest = 0
     for start in range(0, 16 * 64, 64):
         rig.serve(list(range(start, start + 64)), list(range(8)))
-        farthest = max(farthest, arena.capacity - max(arena._sizes))
+        farthest = max(farthest, rig.sink.store.debug.memory().reach)
         wait_until(lambda: rig.sink.store.stats()["hot_bytes"] == 0)
     assert rig.sink.figures["taken"] == 64
     assert farthest <= 64 * len(LAYERS) * 4096 // 8  # a cache would have touched every chunk's slots
@@ -503,7 +502,7 @@ def test_a_request_that_ends_while_the_disk_is_away_has_its_record_when_it_is_ba
     rig.worker.after_step(Step(tokens=64, ready=ready, written=[(block, True) for block in blocks]))
     store = rig.sink.store
     wait_until(lambda: all(store.has(ref.name, LAYERS[0]) == (False, True) for ref in sequence.refs))
-    store._pair.cold.health.failed("read", OSError(5, "Input/output error"))
+    store.debug.go_offline("cannot read: Input/output error")
     record = {"request_id": "r", "prompt_tokens": 64, "expected_tokens": 64}
     rig.worker.finish(Finish("r", [], sequence.refs, record, None))
     wait_until(lambda: store.stats()["cold_state"] == "online", 20)

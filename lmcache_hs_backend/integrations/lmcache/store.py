@@ -23,6 +23,7 @@ import torch
 
 from lmcache_hs_backend.chunk import ChunkRef, chunk_name, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig, hot_tier_bytes, plugin_names
+from lmcache_hs_backend.debug import StoreDebug
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.integrations.lmcache.compat import (
     TORCH_DTYPE_TO_STR_DTYPE,
@@ -232,6 +233,11 @@ class TieredHiddenStateStore:
     def stats(self) -> dict[str, float | str | bool]:
         """All figures, in one flat table."""
         return self.tiers.stats()
+
+    @property
+    def debug(self) -> StoreDebug:
+        """A look inside, for tests, benchmarks and support sessions; not for serving."""
+        return self.tiers.debug
 
     # -- for the façade ----------------------------------------------------------------------------------
 

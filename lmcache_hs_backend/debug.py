@@ -1,0 +1,277 @@
+"""Looking into a running store, and making things happen in it: for tests, benchmarks and support sessions.
+
+Not for serving: the interface may change with any release, and much of it stops or empties what it touches. It
+says what a store holds in the words of the documentation, whatever the tiers look like inside, so that no file
+outside this package depends on that. Reach it as ``TieredStore.debug`` or ``TieredHiddenStateStore.debug``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lmcache_hs_backend.chunk import LayerSpec, Presence
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.header import FileLayout
+from lmcache_hs_backend.tiers.hot import Move
+from lmcache_hs_backend.tiers.index import Entry, Standing
+
+if TYPE_CHECKING:
+    from lmcache_hs_backend.tiered import TieredStore
+
+
+@dataclass(frozen=True)
+class ChunkView:
+    """One chunk at one moment.
+
+    Attributes:
+        file: ``absent``; ``unread``: a file found at start, whose header has not been read; ``known``.
+        kv: ``confirmed`` when its KV has been seen present in this process, else ``unconfirmed``.
+        hot: the layers that are in RAM.
+        on_file: the layers that its file is known to hold.
+        hot_bytes: bytes of the hot tier that its slots take.
+        size: bytes of its file that count against ``max_cold_size``; of an ``unread`` one perhaps not known yet.
+        pins: readers and writers that use its slots at this moment.
+        busy: an operation on its file is queued or running.
+        evictable: it leaves RAM without a write when room is needed.
+        used_ns: its last use, in nanoseconds since the epoch.
+    """
+
+    file: str
+    kv: str
+    hot: frozenset[int]
+    on_file: frozenset[int]
+    hot_bytes: int
+    size: int
+    pins: int
+    busy: bool
+    evictable: bool
+    used_ns: int
+
+    @property
+    def dirty(self) -> bool:
+        """Whether RAM has a layer that the file does not have."""
+        return not self.hot <= self.on_file
+
+
+@dataclass(frozen=True)
+class DiskUsage:
+    """Bytes on disk as they count against ``max_cold_size``."""
+
+    own: int
+    archive: int
+    quarantine: int
+    dead: int  # of namespaces that no process uses
+    reserved: int  # of files that are being written
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of the hot tier's memory, and of what is recycled beside it."""
+
+    mapped: int  # address space of the hot tier; 0 after close
+    used: int
+    ready: int  # free, or of chunks that are evictable
+    reach: int  # the end of the last slot in use
+    idle_buffers: int
+
+
+class Question(NamedTuple):
+    """One call of the store to the KV cache: for how many chunks, and whether backends in memory only."""
+
+    chunks: int
+    memory_only: bool
+
+
+class StoreDebug:
+    """See the module's text. Chunks go by their names (16 bytes). Thread-safe."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._pair = store._pair
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def path(self, name: bytes) -> str:
+        """Where the file of a chunk is, or would be."""
+        return self._pair.cold.path(name)
+
+    def chunk(self, name: bytes) -> ChunkView | None:
+        """A chunk as it is now, or None."""
+        with self._pair.lock:
+            entry = self._pair.index.get(name)
+            return None if entry is None else self._view(entry)
+
+    def chunks(self) -> dict[bytes, ChunkView]:
+        """All chunks, of one moment."""
+        with self._pair.lock:
+            return {name: self._view(entry) for name, entry in self._pair.index.entries.items()}
+
+    def cold_order(self) -> list[bytes]:
+        """The chunks that have a file, as they leave the disk: the least recently used first."""
+        with self._pair.lock:
+            return list(self._pair.index.cold)
+
+    def busy(self) -> set[bytes]:
+        """Names on whose files an operation is queued or running; also of chunks that are dropped already."""
+        with self._pair.lock:
+            return set(self._pair.mover._busy)
+
+    def undeleted(self) -> set[bytes]:
+        """Names of dropped chunks whose files could not be deleted so far."""
+        with self._pair.lock:
+            return set(self._pair.cold._undeleted)
+
+    def disk(self) -> DiskUsage:
+        """What is on disk, by kind."""
+        with self._pair.lock:
+            usage = self._pair.cold.space.usage
+            return DiskUsage(usage.own, usage.archive, usage.quarantine, usage.dead, usage.reserved)
+
+    def memory(self) -> MemoryUse:
+        """The hot tier's memory."""
+        hot, pool = self._pair.hot, self._pair.pool
+        with self._pair.lock:
+            slots = [slot for entry in self._pair.index.entries.values() for slot in entry.hot.values()]
+            reach = max((slot.offset + slot.nbytes for slot in slots), default=0)
+            return MemoryUse(len(hot.arena._view), hot.used_bytes, hot.ready_bytes, reach, pool.idle_bytes)
+
+    @contextlib.contextmanager
+    def questions(self) -> Iterator[list[Question]]:
+        """What the store asks the KV cache for in this block, whichever thread asks; asked before answered."""
+        ask, asked = self._pair.ask, list[Question]()
+
+        def asking(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
+            asked.append(Question(len(kv_keys), memory_only))
+            return ask(kv_keys, memory_only)
+
+        self._pair.ask = asking
+        try:
+            yield asked
+        finally:
+            self._pair.ask = ask
+
+    # -- making things happen ----------------------------------------------------------------------------
+
+    def evict_clean(self) -> int:
+        """Have every evictable chunk leave RAM, as when room is needed. How many did."""
+        evicted = 0
+        with self._pair.lock:
+            while self._pair.hot._evict_one():
+                evicted += 1
+        return evicted
+
+    def evict_files(self, nbytes: int) -> bool:
+        """Delete files of at least ``nbytes``, as when the limit is reached. False when not so many may go."""
+        return self._pair.cold.space._evict(nbytes)
+
+    def run_chores(self) -> None:
+        """Do once, now, what a store does by itself every so often.
+
+        It deletes what could not be deleted before, looks at the next chunks for uses to save and for KV that is gone,
+        looks whether namespaces counted as dead still are, and publishes its gauges.
+        """
+        with self._pair.lock:
+            self._store._delete_again_at = 0.0
+        self._store._tick()
+        self._pair.cold.space.forget_revived()
+        self._store._publish()
+
+    def go_offline(self, why: str) -> None:
+        """Treat the disk as one that has just failed. It comes back by itself when it answers."""
+        self._pair.cold.health._go_offline(why)
+
+    def resume_now(self) -> None:
+        """A pause of writes, or the time until a failed disk is tried again, is over within a quarter of a second."""
+        with self._pair.lock:
+            self._pair.cold.health._resume_at = 0.0
+
+    @contextlib.contextmanager
+    def pinned(self, *names: bytes) -> Iterator[None]:
+        """Pin chunks as a reader does. Their slots and files stay meanwhile."""
+        pair = self._pair
+        with pair.lock:
+            entries = [pair.index.entries[name] for name in names]
+            pair.lease(*entries)
+        try:
+            yield
+        finally:
+            with pair.lock:
+                for entry in entries:
+                    pair.release(entry)
+
+    @contextlib.contextmanager
+    def holding_files(self, names: Iterable[bytes]) -> Iterator[None]:
+        """Operations on these files wait for the end of the block. None may be busy before it."""
+        mover, names = self._pair.mover, list(names)
+        with self._pair.lock:
+            for name in names:
+                mover.claim(name)
+        try:
+            yield
+        finally:
+            with self._pair.lock:
+                for name in names:
+                    mover.release(name)
+
+    @contextlib.contextmanager
+    def between_copy_and_publication(self, hook: Callable[[], None]) -> Iterator[None]:
+        """Call ``hook`` in every store of this block when rows are in RAM and no index says so yet."""
+        hot = self._pair.hot
+        copy_in = hot.copy_in
+
+        def copy(rows: torch.Tensor, moves: Iterable[Move]) -> None:
+            copy_in(rows, moves)
+            hook()
+
+        hot.copy_in = copy  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            hot.copy_in = copy_in  # type: ignore[method-assign]
+
+    def use_files(self, files: FileLayer) -> None:
+        """Send the system calls of this store's disk through ``files`` from now on."""
+        cold = self._pair.cold
+        cold._files = cold.space._files = cold.health._files = files
+
+    def add_cold_chunks(self, count: int, kv_key: Callable[[], object] = lambda: None) -> None:
+        """Add invented chunks that are on disk only, as far as the index knows; there are no files.
+
+        They are unconfirmed: of a confirmed one the store would soon find out that its KV is gone.
+        """
+        index = self._pair.index
+        layout = index.share(FileLayout(256, 4096, (LayerSpec(0, "BF16", 4096),)))
+        for start in range(0, count, 1000):
+            entries = [
+                Entry(
+                    random.randbytes(16), Standing.UNCONFIRMED, random.randbytes(16), 256, kv_key(), filed=layout,
+                    file_bytes=layout.size, digests=random.randbytes(16),
+                )
+                for _ in range(min(1000, count - start))
+            ]  # fmt: skip
+            with self._pair.lock:
+                for entry in entries:
+                    index.add(entry)
+                    entry.saved_ns = entry.used_ns  # or the store would touch files that do not exist
+
+    def _view(self, entry: Entry) -> ChunkView:
+        """Lock held."""
+        file = "absent" if not entry.file_bytes else "unread" if entry.filed is None else "known"
+        return ChunkView(
+            file=file,
+            kv="confirmed" if entry.standing is Standing.CONFIRMED else "unconfirmed",
+            hot=frozenset(entry.hot),
+            on_file=frozenset(spec.layer_idx for spec in entry.filed.layers) if entry.filed else frozenset(),
+            hot_bytes=entry.hot_bytes,
+            size=entry.file_bytes,
+            pins=entry.leases,
+            busy=entry.claimed or self._pair.mover.is_busy(entry.name),
+            evictable=entry.name in self._pair.index.clean,
+            used_ns=entry.used_ns,
+        )
