@@ -458,7 +458,8 @@ class TieredStore:
             while self._callers and time.monotonic() < deadline:
                 self._pair.room.wait(0.05)
         self.flush(max(0.0, deadline - time.monotonic()))
-        self._save_uses(deadline)
+        with self._pair.lock:
+            self._pair.save_uses(deadline)
 
     def _end(self, deadline: float) -> None:
         index = self._pair.index
@@ -533,15 +534,6 @@ class TieredStore:
                 seen_since = entry.seen_ns >= asked_ns
                 if answer is Presence.GONE and entry.standing is Standing.CONFIRMED and not seen_since:
                     self._pair.kv_gone(entry)
-
-    def _save_uses(self, deadline: float) -> None:
-        """So that the next start knows the order: least recently used first, the suffix before its prefix."""
-        pair = self._pair
-        with pair.lock:
-            if pair.cold.readable:
-                for entry in pair.index.cold.values():
-                    if entry.used_ns > entry.saved_ns:
-                        pair.mover.submit(SaveUse(pair, entry, deadline))
 
     def _stop(self, deadline: float) -> bool:
         self._background.stop(deadline)

@@ -118,6 +118,13 @@ class TierPair:
         for entry in self.cold.take_undeleted():
             self.mover.submit(Delete(self, entry, archive=False))
 
+    def save_uses(self, until: float) -> None:
+        """So that the next start knows the order: least recently used first, the suffix before its prefix."""
+        if self.cold.readable:
+            for entry in self.index.cold.values():
+                if entry.used_ns > entry.saved_ns:
+                    self.mover.submit(SaveUse(self, entry, until))
+
     def kv_gone(self, entry: Entry) -> None:
         """LMCache has lost the KV of a confirmed chunk."""
         self.metrics.add("kv_gone_deleted")
