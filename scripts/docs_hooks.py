@@ -16,7 +16,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 #: Pages outside docs/: path in the repository → path on the site.
-PAGES = {"README.md": "index.md", **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}}
+PAGES = {
+    "README.md": "index.md",
+    **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")},
+}
 
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

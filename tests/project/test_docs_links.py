@@ -80,7 +80,7 @@ def test_the_sites_navigation_has_every_page() -> None:
     listed = paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(listed) == len(set(listed))
-    assert set(listed) == pages | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
+    assert set(listed) == pages | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"}
 
 
 def test_every_public_name_is_in_the_api_reference() -> None:
