@@ -1,33 +1,81 @@
 """LMCache's connector for vLLM, changed only so far that it runs on a CPU.
 
-LMCache has no connector for CPU memory (``No supported cpu connector found``), so it gets one that really copies
-KV. It expects nothing but KV among vLLM's caches, so the hidden states' is not shown to it. And vLLM's
-wrapper passes no shutdown on; here the engine is closed. (All of LMCache's shutdown ends in an assertion of ZeroMQ when
-everything runs in one process, and without it LMCache's threads never end: vllm_run.py exits hard.)
+vLLM gets the very line of the docs (``LMCacheConnectorV1Dynamic`` with LMCache's module), so what is changed is changed
+when LMCache's modules are imported; importing them earlier would make vLLM on a CPU, which looks into every module that
+is there when it starts, trip over them.
+
+- LMCache has no connector for CPU memory (``No supported cpu connector found``), so it gets one that really copies KV.
+- It expects nothing but KV among vLLM's caches, so the hidden states' is not shown to it.
+- All of its shutdown ends in an assertion of ZeroMQ when everything runs in one process, so only its engine is closed.
+  Its threads never end then: vllm_run.py exits hard.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
-import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+#: What goes into ``kv_transfer_config``, as docs/how-to/vllm.md has it.
+CONNECTOR = {
+    "kv_connector": "LMCacheConnectorV1Dynamic",
+    "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1",
+}
 
 
-class LMCacheOnCpu(LMCacheConnectorV1):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Not at the top: vLLM on a CPU looks into every module that is there when it starts, and trips over LMCache's.
-        import lmcache.v1.gpu_connector
-
+def _copy_on_cpu(module: ModuleType) -> None:
+    def create(*given: Any, **more: Any) -> Any:
         from tests.vllm.lmcache_paged_cpu import create
 
-        lmcache.v1.gpu_connector.CreateGPUConnector = create
-        super().__init__(*args, **kwargs)
+        return create(*given, **more)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        super().register_kv_caches({name: c for name, c in kv_caches.items() if not name.startswith("cache_only")})
+    module.CreateGPUConnector = create  # type: ignore[attr-defined]
 
-    def shutdown(self) -> None:
+
+def _run_on_cpu(module: ModuleType) -> None:
+    connector = module.LMCacheConnectorV1Dynamic
+    plain = connector.register_kv_caches
+
+    def register_kv_caches(self: Any, kv_caches: dict[str, Any]) -> None:
+        plain(self, {name: cache for name, cache in kv_caches.items() if not name.startswith("cache_only")})
+
+    def shutdown(self: Any) -> None:
         engine = self._lmcache_engine.lmcache_engine
         if engine is not None:  # beside the scheduler there is none
             engine.close()
+
+    connector.register_kv_caches, connector.shutdown = register_kv_caches, shutdown
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "lmcache.v1.gpu_connector": _copy_on_cpu,  # LMCache 0.5.6
+    "lmcache.inprocess.v1.gpu_connector": _copy_on_cpu,  # 0.5.7
+    CONNECTOR["kv_connector_module_path"]: _run_on_cpu,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds LMCache's modules where they are, and changes them after they have run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        change = _CHANGES.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if change is not None else None
+        if change is not None and spec is not None and spec.loader is not None:
+            run, then = spec.loader.exec_module, change
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """In the process that runs vLLM, before it starts."""
+    sys.meta_path.insert(0, _Finder())

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
+
+try:
+    from lmcache.inprocess.v1.gpu_connector.mock_gpu_connector import MockGPUConnector  # 0.5.7
+except ImportError:
+    from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
 
 
 class PagedCpu(MockGPUConnector):

@@ -15,17 +15,29 @@ import yaml
 from safetensors import safe_open
 
 from tests.vllm.english import different
+from tests.vllm.lmcache_on_cpu import CONNECTOR as LMCACHE_LINE
 from tests.vllm.reference import ColdPath, HuggingFace, relative_error
 from tests.vllm.vllm_run import LAYERS, environment, run
 
-#: Where scripts/test_vllm.sh has put LMCache: beside vLLM's environment, because the connector must run without.
-LMCACHE = os.environ.get("HS_VLLM_LMCACHE", "")
-pytestmark = pytest.mark.skipif(not LMCACHE, reason="HS_VLLM_LMCACHE does not name a folder with LMCache")
+#: Where scripts/test_vllm.sh has put versions of LMCache: outside vLLM's environment, because the connector must run
+#: without.
+FOLDERS = list(filter(None, os.environ.get("HS_VLLM_LMCACHE", "").split(os.pathsep)))
+pytestmark = pytest.mark.skipif(not FOLDERS, reason="HS_VLLM_LMCACHE does not name a folder with LMCache")
 CHUNK = 64
 
 
+def version(folder: str) -> str:
+    return next(iter(Path(folder).glob("lmcache-*.dist-info"))).name.removeprefix("lmcache-").removesuffix(".dist-info")
+
+
+@pytest.fixture(params=FOLDERS, ids=version)
+def lmcache(request: pytest.FixtureRequest) -> str:
+    """A folder with one version of LMCache."""
+    return str(request.param)
+
+
 def lmcache_run(
-    directory: Path, model: str, batches: list[dict[str, Any]], *, last: bool = False, **settings: Any
+    lmcache: str, directory: Path, model: str, batches: list[dict[str, Any]], *, last: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """One vLLM with both connectors. ``own`` is where our connector would store if it found no engine."""
     plugin = {
@@ -40,7 +52,8 @@ def lmcache_run(
     (directory / "lmcache.yaml").write_text(yaml.safe_dump(config))
     spec = {
         "llm": {"model": model, "max_model_len": 1024, "block_size": CHUNK},
-        "beside": ["tests.vllm.lmcache_on_cpu", "LMCacheOnCpu"],
+        "beside": [LMCACHE_LINE["kv_connector_module_path"], LMCACHE_LINE["kv_connector"]],
+        "before": ["tests.vllm.lmcache_on_cpu", "install"],
         "beside_last": last,
         "connector": {"cold_path": str(directory / "own"), "chunk_size": CHUNK, "hot_size": 0.0625, "max_cold_size": 1},
         "batches": batches,
@@ -48,16 +61,17 @@ def lmcache_run(
     environ = {
         "LMCACHE_CONFIG_FILE": str(directory / "lmcache.yaml"), "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0",
     }  # fmt: skip
-    environ["PYTHONPATH"] = os.pathsep.join([environment(False)["PYTHONPATH"], LMCACHE])
+    environ["PYTHONPATH"] = os.pathsep.join([environment(False)["PYTHONPATH"], lmcache])
     return run(directory, spec, own_process=False, environ=environ)
 
 
 def test_rows_lie_in_the_engines_store_under_its_keys_and_leave_with_their_kv(
-    model_dir: str, truth: HuggingFace, tmp_path: Path
+    lmcache: str, model_dir: str, truth: HuggingFace, tmp_path: Path
 ) -> None:
     prompts, tags = different(4), {"lmcache.tag.user": "a"}
     short = {"max_tokens": 4, "ignore_eos": True}
     result = lmcache_run(
+        lmcache,
         tmp_path,
         model_dir,
         [
@@ -95,9 +109,10 @@ def test_rows_lie_in_the_engines_store_under_its_keys_and_leave_with_their_kv(
 
 
 def test_rows_that_lmcaches_store_has_written_are_the_models_and_only_of_the_layers_it_allows(
-    model_dir: str, truth: HuggingFace, tmp_path: Path
+    lmcache: str, model_dir: str, truth: HuggingFace, tmp_path: Path
 ) -> None:
     result = lmcache_run(
+        lmcache,
         tmp_path,
         model_dir,
         [{"prompts": different(3), "sampling": {"max_tokens": 4, "ignore_eos": True}}],

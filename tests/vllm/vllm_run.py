@@ -4,10 +4,11 @@
 
 ``run``: ``llm`` (arguments of LLM), ``connector`` (its extra config, or null for vLLM's example connector on
 CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours;
-``beside_last``: after it), ``drafter_limit`` (see limit_drafter),
-``batches`` (each: ``prompts``, ``sampling``, ``kv``, ``reset``: first forget vLLM's prefix cache, ``probe``: a module
-and a function of it, called in this process with the batch's requests), ``in_turn`` (with the example beside ours, see
-in_turn.py), ``out``. A prompt is text, token ids or some of an earlier request's tokens.
+``beside_last``: after it), ``before`` (a module and a function of it, called before vLLM starts),
+``drafter_limit`` (see limit_drafter), ``batches`` (each: ``prompts``, ``sampling``, ``kv``, ``reset``: first forget
+vLLM's prefix cache, ``probe``: a module and a function of it, called in this process with the batch's requests),
+``in_turn`` (with the example beside ours, see in_turn.py), ``out``. A prompt is text, token ids or some of an earlier
+request's tokens.
 Tests and scripts call ``run`` below, which starts this file as a child.
 """
 
@@ -110,6 +111,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if "before" in spec:
+        module, function = spec["before"]
+        getattr(importlib.import_module(module), function)()
     llm = LLM(**llm_arguments(spec))
     if "drafter_limit" in spec:
         llm.collective_rpc(limit_drafter, args=(spec["drafter_limit"],))
