@@ -29,6 +29,7 @@ from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.journal import STATE
 from tests.support.dataset_capture import AUX, LAST, VLLM, Writer, ids_of, rows_of, save_norm
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "lmcache_hs_backend.cli.extract"]
@@ -174,7 +175,7 @@ def test_ctrl_c_ends_with_130_and_can_be_resumed(stored: Path, tmp_path: Path) -
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPING.replace("main(", "sys.exit(main(") + ")", "5", str(stored), "--out", str(out),
          "--format", "modelopt", "-q"],
-        env=environment(),
+        env=environment(), preexec_fn=takes_sigint,
     )  # fmt: skip
     wait_until(lambda: _lines(out / STATE / "journal.jsonl") >= 5, 60)
     process.send_signal(signal.SIGINT)

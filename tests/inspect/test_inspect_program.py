@@ -20,6 +20,7 @@ from lmcache_hs_backend.cli.inspect import COMMANDS
 from lmcache_hs_backend.tiers.namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, fails, inspect
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 
 #: What each command that reads a cold path needs besides it.
@@ -123,6 +124,7 @@ class TestInFlight:
         process = subprocess.Popen(
             [*PROGRAM, "list", str(tmp_path / "cold")],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), start_new_session=True,
+            preexec_fn=takes_sigint,
         )  # fmt: skip
         assert process.stdout is not None
         process.stdout.readline()
@@ -155,7 +157,7 @@ except KeyboardInterrupt:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env=environment(), start_new_session=True,
+                env=environment(), start_new_session=True, preexec_fn=takes_sigint,
             )  # fmt: skip
             assert process.stdout is not None
             process.stdout.readline()

@@ -30,6 +30,7 @@ from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, HIDDEN, MODEL, Prompt, add_prompt, file_bytes, namespace, refs_of, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, inspect, inspect_json
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 
 
@@ -154,7 +155,7 @@ class TestFinding:
         add_prompt(namespace(cold), tokens_of(3000 * CHUNK))
         process = subprocess.Popen(
             [*PROGRAM, "verify", str(cold), "--output", str(tmp_path / "out")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=takes_sigint,
         )  # fmt: skip
         wait_until(lambda: bool(list(tmp_path.glob("out.*.tmp"))))
         process.send_signal(signal.SIGINT)

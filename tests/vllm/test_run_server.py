@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 from tests.vllm.english import different
 from tests.vllm.reference import ColdPath, HuggingFace
@@ -75,8 +76,9 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     log = directory / "log"
     with open(log, "w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment(True), start_new_session=True
-        )
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment(True), start_new_session=True,
+            preexec_fn=takes_sigint,
+        )  # fmt: skip
     found = Server(port, directory, log)
     try:
         wait_until(lambda: found.is_up() or process.poll() is not None, 240)
