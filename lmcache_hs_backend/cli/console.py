@@ -93,7 +93,11 @@ class Screen:
                 self._file = open(self._temporary, "x", encoding="utf-8")  # closed in __exit__
             except OSError as error:
                 raise CommandError(f"--output {self._path} cannot be written: {error.strerror}") from None
-            self._sinks.append(Console(file=self._file, width=_UNLIMITED, color_system=None, **_PLAIN))
+            try:
+                self._sinks.append(Console(file=self._file, width=_UNLIMITED, color_system=None, **_PLAIN))
+            except BaseException as error:  # Ctrl-C: the command has not begun, so nothing else removes the file
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
