@@ -29,7 +29,7 @@ def chunk_name(key: str) -> bytes:
 
 
 class Presence(Enum):
-    """The three answers to "does LMCache still hold the KV of this chunk?"
+    """The three answers to the question whether LMCache still holds the KV of a chunk.
 
     GONE means that every place that could hold it was asked and does not hold it. Whether the KV was ever there
     is for the caller to know.

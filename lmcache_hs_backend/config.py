@@ -26,8 +26,13 @@ class ConfigError(ValueError):
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, integer: bool = False) -> Callable[..., Any]:
-    """Parses a number within limits; ``above``: beyond ``low``, not at it. Like all parsers here, the ValueError
-    that it raises says what is allowed.
+    """A parser of numbers within limits. Like all parsers here, the ValueError that it raises says what is allowed.
+
+    Args:
+        low: The least value.
+        high: The greatest value.
+        above: Only values above ``low``, not ``low`` itself.
+        integer: Only whole numbers.
     """
     kind = "a whole number" if integer else "a number"
     bound = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
@@ -59,7 +64,7 @@ def boolean(value: Any) -> bool:
 
 
 def choice_of(*allowed: str) -> Callable[[Any], str]:
-    """Parses one of a few words."""
+    """A parser of one of a few words."""
 
     def parse(value: Any) -> str:
         if isinstance(value, bool):  # YAML reads a bare on or off as a boolean
@@ -155,17 +160,24 @@ class TieredConfig:
 
     @property
     def max_cold_bytes(self) -> int:
+        """``max_cold_size`` in bytes."""
         return int(self.max_cold_size * GIB)
 
     @property
     def min_free_bytes(self) -> int:
+        """``min_free_disk`` in bytes."""
         return int(self.min_free_disk * GIB)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], label: Callable[[str], str]) -> TieredConfig:
-        """Check ``values`` (setting name → value) and build the settings.
+        """Check values and build the settings.
 
-        ``label`` turns a setting's name into what the user wrote, for the error. Raises ConfigError.
+        Args:
+            values: Setting name to value, as text or as YAML reads it.
+            label: Turns a setting's name into what the user wrote, for the error.
+
+        Raises:
+            ConfigError: A name is unknown, or a value is wrong.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         parsed = {}

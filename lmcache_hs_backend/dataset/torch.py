@@ -38,10 +38,24 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
         final_norm: str | None = None,
         norm_kind: str | None = None,
     ) -> None:
-        """The arguments mean what the options of ``lmcache-hs-extract`` mean.
+        """Look through the cold paths and plan the samples. Arguments mean what the extractor's options mean.
 
-        With ``final_norm``, a model directory, ``last_hidden_states`` are after the model's final norm, which
-        is applied where they were stored before it. Raises DatasetError.
+        Args:
+            cold_paths: One or more cold paths. The same chunk found twice counts once.
+            layers: Storage slots of the auxiliary layers, in the order of the columns; None: all but the last.
+            last_layer: Storage slot of the last layer; None: the one that the capture names.
+            sequences: ``leaves``, ``requests`` or ``dataset:PATH``: what becomes a sample.
+            loss_mask: ``all``, ``generated``, ``chatml``, ``llama3`` or ``dataset``; None: what suits ``sequences``.
+            tokenizer: Directory with a ``tokenizer.json``, for the masks of chat templates.
+            model: ``NAME[@REVISION][/KV_DTYPE]``, where there are several.
+            min_tokens: Shorter samples are left out.
+            max_tokens: Longer samples are cut.
+            final_norm: Directory of the model. ``last_hidden_states`` are then after its final norm, which is
+                applied where they were stored before it.
+            norm_kind: Which norm that is, where the model's type does not tell.
+
+        Raises:
+            DatasetError: The paths, layers or options do not fit what is stored; says what does.
         """
         choice = Choice(
             cold_paths=(cold_paths,) if isinstance(cold_paths, str) else tuple(cold_paths),
@@ -68,7 +82,11 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
         return [sample.tokens for sample in self.plan.samples]
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        """Raises RowRejected when the sample fails a check, such as a chunk that was deleted meanwhile."""
+        """Read and check one sample.
+
+        Raises:
+            RowRejected: The sample fails a check, such as a chunk that has been deleted since.
+        """
         sample = self.plan.samples[number]
         rows = self._reader.read(sample, stacked=False)
         return {
@@ -96,6 +114,7 @@ class NearbySampler(Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
+        """The next pass is this epoch; its order depends on seed and epoch alone."""
         self._epoch = epoch
 
     def __len__(self) -> int:

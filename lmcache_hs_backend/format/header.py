@@ -54,6 +54,7 @@ class FileLayout(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Bytes of the file."""
         return self.preamble_bytes + sum(spec.nbytes(self.num_tokens) for spec in self.layers)
 
     @property
@@ -62,6 +63,7 @@ class FileLayout(NamedTuple):
         return self.preamble_bytes % ALIGN == 0 and all(s.nbytes(self.num_tokens) % ALIGN == 0 for s in self.layers)
 
     def spec(self, layer_idx: int) -> LayerSpec | None:
+        """How a layer is laid out; None when it is not in the file."""
         for spec in self.layers:
             if spec.layer_idx == layer_idx:
                 return spec
@@ -287,5 +289,6 @@ def _layers(tensors: dict[str, Any], num_tokens: int) -> tuple[LayerSpec, ...]:
 
 
 def verify_tensor(tensor: str, data: bytes | memoryview, checksums: Mapping[str, str]) -> None:
+    """Compare the bytes of a tensor with the checksum in the header. Raises BadChunk."""
     if xxhash.xxh3_64_hexdigest(data) != checksums.get(tensor):
         raise BadChunk("checksum", f"the bytes of {tensor} do not match their checksum")

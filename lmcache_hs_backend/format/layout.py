@@ -1,4 +1,6 @@
-"""Names and directories of a cold path, and what is found under them::
+"""Names and directories of a cold path, and what is found under them.
+
+::
 
     <cold_path>/<namespace>/namespace.json  .lock
                            /<hh>/<32 hex>.safetensors            a chunk, named after its full key

@@ -1,6 +1,6 @@
 """Reading a cold path from outside: no store, no lock, no LMCache.
 
-For command-line tools and data sets. A running engine may write, rename and delete files meanwhile; what
+For command-line tools and data sets. A running engine may write, rename and delete files at the same time; what
 vanishes or is not a chunk is reported as such and never stops the reader. Nothing is ever changed.
 """
 
@@ -21,7 +21,16 @@ class NotAColdPath(Exception):
 
 
 class ChunkInfo(NamedTuple):
-    """One chunk file. ``header`` is None when the file could not be read as a chunk; ``problem`` says why."""
+    """One chunk file.
+
+    Attributes:
+        file: Its path, name, size in bytes and mtime.
+        directory: Of its namespace.
+        namespace: What ``namespace.json`` says: model, revision, KV dtype, chunk size and so on.
+        state: ``cold``, or ``archived`` (kept for extraction, never served).
+        header: Its metadata, token ids (bytes of int64) and layers, or None when it could not be read as a chunk.
+        problem: Why ``header`` is None.
+    """
 
     file: FoundFile
     directory: str
@@ -32,10 +41,22 @@ class ChunkInfo(NamedTuple):
 
 
 class ColdTierReader:
-    """The chunks of a cold path, namespace by namespace."""
+    """The chunks of a cold path, namespace by namespace. Takes no lock, imports no torch, changes nothing.
+
+    Attributes:
+        cold_path: The absolute path.
+        namespaces: ``(directory, record)`` of each namespace, record being what ``namespace.json`` says.
+    """
 
     def __init__(self, cold_path: str) -> None:
-        """Raises NotAColdPath, in one line, when there is nothing of ours to read."""
+        """Find the namespaces below a path.
+
+        Args:
+            cold_path: The directory that ``cold_path`` of the settings names; ``~`` is expanded.
+
+        Raises:
+            NotAColdPath: There is no namespace that this version can read; one line says why.
+        """
         self.cold_path = os.path.abspath(os.path.expanduser(cold_path))
         self._files = FileLayer()
         try:
@@ -46,7 +67,7 @@ class ColdTierReader:
             raise NotAColdPath(f"{cold_path} is not a cold path: {self._why_not()}")
 
     def chunks(self) -> Iterator[ChunkInfo]:
-        """Every chunk, archived ones included, in the order of the directories. Streams."""
+        """Every chunk, archived ones included, in the order of the directories. Streams, and reads headers only."""
         for directory, record in self.namespaces:
             for state, root in (("cold", directory), ("archived", os.path.join(directory, ARCHIVE))):
                 for file in scan_chunks(root):

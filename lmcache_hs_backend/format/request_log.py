@@ -176,6 +176,7 @@ class RecordWriter:
         self._size += written
 
     def close(self) -> None:
+        """Close the file. The next record goes to a new one."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

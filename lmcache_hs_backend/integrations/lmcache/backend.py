@@ -1,10 +1,10 @@
 """The plugin that LMCache loads, and the two tiers as LMCache storage backends.
 
-``HSTieredBackend`` stands among the backends that hold KV, and holds none: towards KV keys it contains
-nothing, gives nothing, keeps nothing and cannot fail, so it is never in the way of KV. What it does is
-done in its constructor: it finds the engine that is building it and puts ``TieredHiddenStateStore`` in
-the place of that engine's RAM store. LMCache builds its backends again at will; a second façade adopts
-the store that is already running.
+``HSTieredBackend`` is one of LMCache's storage backends, and holds no KV: it answers every question about KV
+keys with no, keeps nothing that is put, and cannot fail, so it never delays KV. Its work is done in its
+constructor: it finds the engine that is building it and puts ``TieredHiddenStateStore`` in the place of that
+engine's RAM store. LMCache may build its backends again at any time; a second façade adopts the store that
+is already running.
 
 ``HotTierBackend`` and ``ColdTierBackend`` present one tier each, addressed by ``HiddenStateKey``. They add
 no state and no rule.
@@ -74,6 +74,7 @@ class HiddenStateKey(CacheEngineKey):  # type: ignore[misc]
         return isinstance(other, HiddenStateKey) and super().__eq__(other) and self.layer_idx == other.layer_idx
 
     def to_string(self) -> str:
+        """The key as text: ``hs@layer_idx@model@world_size@worker_id@chunk_hash@dtype`` and tags, escaped."""
         tags = "".join(f"@{quote(str(tag), '')}={quote(str(value), '')}" for tag, value in self.tags or ())
         return (
             f"hs@{self.layer_idx}@{quote(self.model_name, '/')}@{self.world_size}@{self.worker_id}"
@@ -82,7 +83,11 @@ class HiddenStateKey(CacheEngineKey):  # type: ignore[misc]
 
     @staticmethod
     def from_string(text: str) -> HiddenStateKey:
-        """Raises ValueError for what ``to_string`` cannot have made."""
+        """The key that a text of ``to_string`` stands for.
+
+        Raises:
+            ValueError: ``to_string`` cannot have made this text.
+        """
         match = _KEY.fullmatch(text)
         if match is None or match[6] not in STR_DTYPE_TO_TORCH_DTYPE:
             raise ValueError(f"not the key of hidden states: {text!r}")
@@ -230,9 +235,25 @@ def _memory_obj(rows: torch.Tensor) -> MemoryObj:
 
 
 class HSTieredBackend(_NothingForKv, StoragePluginInterface):  # type: ignore[misc]
-    """The plugin: ``storage_plugins: [hs_tiered]``. See the module's text.
+    """The storage plugin that LMCache loads for ``storage_plugins: [hs_tiered]``.
 
-    Raises ConfigError when a setting is wrong; LMCache logs it and goes on with its own RAM store.
+    Its constructor replaces the engine's hidden-state store by a ``TieredHiddenStateStore``. Where there is nothing
+    to serve (scheduler role, ``enable_hidden_state_cache: false``, blending, no engine) it does nothing, and one log
+    line says why. Towards KV it holds nothing.
+
+    Args:
+        dst_device: As LMCache passes it; not used.
+        config: The engine's config, with our settings in ``extra_config``.
+        metadata: The engine's metadata; identifies the engine.
+        local_cpu_backend: LMCache's CPU backend, for ``get_allocator_backend``.
+        loop: LMCache's event loop; not used.
+
+    Attributes:
+        hot: The hot tier as a ``StorageBackendInterface`` over ``HiddenStateKey``, None when inert or closed.
+        cold: The cold tier likewise.
+
+    Raises:
+        ConfigError: A setting is wrong. LMCache logs it and goes on with its own RAM store.
     """
 
     def __init__(
@@ -318,27 +339,32 @@ class HSTieredBackend(_NothingForKv, StoragePluginInterface):  # type: ignore[mi
     # -- towards KV: nothing ---------------------------------------------------------------------------
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        """False for every KV key. For a HiddenStateKey: whether either tier has it."""
+        """Whether either tier has the layer of a HiddenStateKey; False for every KV key."""
         return bool(self._asks(key, lambda tier: tier.contains(key)))
 
     def batched_contains(self, keys: Sequence[CacheEngineKey], pin: bool = False) -> int:
+        """How many keys, from the first on, are HiddenStateKeys that a tier has; 0 for KV keys."""
         if not _are_ours(keys):
             return 0
         return int(super().batched_contains(list(keys), pin))
 
     async def batched_async_contains(self, lookup_id: str, keys: Sequence[CacheEngineKey], pin: bool = False) -> int:
+        """As ``batched_contains``."""
         return self.batched_contains(keys, pin)
 
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
+        """A copy of the rows of a HiddenStateKey, or None; None for KV keys."""
         return self._asks(key, lambda tier: tier.get_blocking(key))
 
     def batched_get_blocking(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Copies of the rows, in the order of the keys; an empty list for KV keys."""
         # A list of None would count as an answer, and LMCache would not ask the next backend.
         return [self.get_blocking(key) for key in keys] if _are_ours(keys) else []
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: Sequence[CacheEngineKey], transfer_spec: Any = None
     ) -> list[MemoryObj]:
+        """Copies of those rows that are there; an empty list for KV keys."""
         return [obj for obj in self.batched_get_blocking(keys) if obj is not None]
 
     def batched_submit_put_task(
@@ -354,7 +380,7 @@ class HSTieredBackend(_NothingForKv, StoragePluginInterface):  # type: ignore[mi
             hot.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
 
     def get_allocator_backend(self) -> Any:
-        """The storage manager's present allocator, so that LMCache copies no KV for our sake."""
+        """The storage manager's present allocator, so that LMCache copies no KV because of this backend."""
         manager = getattr(self._engine(), "storage_manager", None)
         return getattr(manager, "allocator_backend", None) or self.local_cpu_backend
 
@@ -371,6 +397,7 @@ class HSTieredBackend(_NothingForKv, StoragePluginInterface):  # type: ignore[mi
         return False
 
     def batched_remove(self, keys: Sequence[CacheEngineKey], force: bool = True) -> int:
+        """``remove`` for each key. Returns 0 for KV keys."""
         return sum(self.remove(key, force) for key in keys)
 
     def clear(self) -> int:
@@ -381,7 +408,7 @@ class HSTieredBackend(_NothingForKv, StoragePluginInterface):  # type: ignore[mi
         return 0
 
     def close(self) -> None:
-        """Detach. The engine closes the store; until then it serves on, for the next façade to adopt."""
+        """Detach. The engine closes the store; until then it goes on serving, for the next façade to adopt."""
         self._store = self.hot = self.cold = None
 
     def _asks(self, key: CacheEngineKey, question: Callable[[_TierBackend], Any]) -> Any:

@@ -6,7 +6,7 @@ they are returned, what does not fit in RAM goes to disk, a chunk is dropped onl
 gone, and what a store returns (``store_count``) counts chunks that were here before too. Here token ids become
 chunk references and tensors are checked; everything else is ``TieredStore``'s work.
 
-Bad arguments raise ValueError and store nothing. A cache's own trouble never reaches the caller: it is
+Bad arguments raise ValueError and store nothing. A failure of the cache itself never reaches the caller: it is
 logged, counted in ``errors_internal``, and looks like a miss.
 """
 
@@ -67,14 +67,19 @@ def _never_the_engines_trouble(fallback: Callable[[], Any]) -> Callable[[Callabl
 
 
 class TieredHiddenStateStore:
-    """Hidden states of the chunks of one engine. Thread-safe.
+    """Hidden states of the chunks of one engine, in the place of ``engine.hidden_state_store``. Thread-safe.
+
+    All of LMCache's ``HiddenStateStore`` interface works as there; see its methods below for what is added.
+    Rows are float tensors ``[num_tokens, hidden_dim]``; token ids are always those of the whole prompt from
+    position 0, as for the KV, so that chunks and keys are the same.
 
     Args:
-        config: the engine's config: ``chunk_size``, ``max_hidden_state_cpu_size``, ``hidden_state_layers``,
+        config: The engine's config: ``chunk_size``, ``max_hidden_state_cpu_size`` (GB), ``hidden_state_layers``,
             ``use_layerwise``, and our settings in ``extra_config``.
-        token_database: the engine's own, so that chunks and keys are those of its KV.
+        token_database: The engine's own, so that chunks and keys are those of its KV.
 
-    Raises ConfigError, a ValueError that names the setting, when the settings cannot be used.
+    Raises:
+        ConfigError: The settings cannot be used. A ValueError that names the setting.
     """
 
     def __init__(self, config: LMCacheEngineConfig, token_database: Any) -> None:
@@ -115,16 +120,21 @@ class TieredHiddenStateStore:
         """Store the rows of one layer, chunk by chunk, under the keys of the KV.
 
         Args:
-            token_ids: the whole prompt from position 0, as for the KV (1-D integer tensor or list).
-            hidden_states: ``[len(token_ids) - token_offset, hidden_dim]``, float, on any device.
-            layer_idx: storage slot of the rows, any int.
-            token_offset: tokens at the start that ``hidden_states`` does not have; chunks that start before
-                it are left alone.
-            request_configs: as given to ``engine.store``, where the KV is tagged.
+            token_ids: The whole prompt from position 0, as for the KV: a 1-D integer tensor or a list.
+            hidden_states: ``[len(token_ids) - token_offset, hidden_dim]``, bfloat16, float16, float32 or float64
+                (kept as float32), on any device.
+            layer_idx: Storage slot of the rows, any int.
+            token_offset: Tokens at the start that ``hidden_states`` does not have. Chunks that start before it are
+                left alone.
+            request_configs: As given to ``engine.store``, where the KV is tagged.
 
-        Returns the number of chunks, of those that start at or after ``token_offset``, that hold the layer when the
-        call returns. What was not kept, for want of room, say, is not counted. With ``store_count: new`` only chunks
-        that did not hold it before count, as in LMCache's own store. Raises ValueError for wrong arguments.
+        Returns:
+            The number of chunks, of those that start at or after ``token_offset``, that hold the layer when the call
+            returns. What was not kept, for example because there was no room, is not counted. With
+            ``store_count: new`` only chunks that did not hold it before count, as in LMCache's own store.
+
+        Raises:
+            ValueError: An argument is wrong; the text says what was given and what is allowed.
         """
         return self.store_layers(token_ids, {layer_idx: hidden_states}, token_offset, request_configs=request_configs)
 
@@ -133,7 +143,17 @@ class TieredHiddenStateStore:
     ) -> torch.Tensor | None:
         """The rows of the longest prefix whose chunks have the layer and whose KV is present.
 
-        Returns contiguous CPU float32 ``[num_tokens, hidden_dim]`` that nobody else writes, ever, or None.
+        Args:
+            token_ids: The whole prompt from position 0: a 1-D integer tensor or a list.
+            layer_idx: Storage slot of the rows.
+            request_configs: As given to ``engine.store``, where the KV is tagged.
+
+        Returns:
+            Contiguous CPU float32 rows ``[num_tokens, hidden_dim]``, the caller's own to keep, or None when not even
+            the first chunk is served. Why the prefix ended is counted in ``misses_*``.
+
+        Raises:
+            ValueError: An argument is wrong.
         """
         rows = self.retrieve_layers(token_ids, [layer_idx], request_configs=request_configs)
         return rows.get(layer_idx)
@@ -147,7 +167,7 @@ class TieredHiddenStateStore:
         return any(self.tiers.has(key_name(key), layer_idx))
 
     def drop_key(self, key: CacheEngineKey) -> bool:
-        """Delete a chunk, all its layers, from both tiers. Whether it was there."""
+        """Delete a chunk, with all its layers, from both tiers. Returns whether it was there."""
         return bool(self.tiers.drop([key_name(key)]))
 
     def close(self) -> None:
@@ -158,10 +178,16 @@ class TieredHiddenStateStore:
     # -- and beyond it -----------------------------------------------------------------------------------
 
     def coverage(self, chunks: Iterable[tuple[int, int, Any]], layer_idxs: Sequence[int] = (0,)) -> int:
-        """Up to which token the tiers have every layer: the end of the last such chunk, 0 for none.
+        """Up to which token the tiers have every layer. Looks at the index only, from any thread.
 
-        ``chunks`` are ``(start, end, key)`` from the first chunk on, key a CacheEngineKey or a chunk hash.
-        Looks at the index only, never at LMCache: the caller holds the KV.
+        LMCache is not asked: the caller holds the KV.
+
+        Args:
+            chunks: ``(start, end, key)`` from the first chunk on; key is a CacheEngineKey or a chunk hash.
+            layer_idxs: The layers.
+
+        Returns:
+            The end, in tokens, of the last chunk up to which every layer is there; 0 for none.
         """
         listed = list(chunks)
         names = [key_name(key) if hasattr(key, "to_string") else self._name_of_hash(key) for _, _, key in listed]
@@ -176,10 +202,21 @@ class TieredHiddenStateStore:
         *,
         request_configs: dict[str, Any] | None = None,
     ) -> int:
-        """Store several layers of one prompt at once; arguments as in store_hidden_states.
+        """Store several layers of one prompt at once.
 
-        Returns the number of chunks that hold all of the layers when the call returns; with ``store_count: new``,
-        of those that newly hold at least one of them.
+        Args:
+            token_ids: The whole prompt from position 0: a 1-D integer tensor or a list.
+            layers: ``layer_idx`` to rows ``[len(token_ids) - token_offset, hidden_dim]``, as in
+                ``store_hidden_states``. Layers that ``hidden_state_layers`` does not name are left out.
+            token_offset: Tokens at the start that the rows do not have.
+            request_configs: As given to ``engine.store``, where the KV is tagged.
+
+        Returns:
+            The number of chunks that hold all of the layers when the call returns; with ``store_count: new``, of those
+            that newly hold at least one of them.
+
+        Raises:
+            ValueError: An argument is wrong.
         """
         layers = {idx: rows for idx, rows in layers.items() if self._allowed is None or idx in self._allowed}
         if not layers:
@@ -199,9 +236,19 @@ class TieredHiddenStateStore:
         *,
         request_configs: dict[str, Any] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """The rows of several layers over their common prefix, layer_idx → CPU rows; empty if there is none.
+        """The rows of several layers over their common prefix.
 
-        ``dtype`` None: as they are kept (bfloat16, float16 or float32).
+        Args:
+            token_ids: The whole prompt from position 0: a 1-D integer tensor or a list.
+            layer_idxs: The layers; the prefix ends where one of them does.
+            dtype: Of the result; None: as the rows are kept (bfloat16, float16 or float32).
+            request_configs: As given to ``engine.store``, where the KV is tagged.
+
+        Returns:
+            ``layer_idx`` to contiguous CPU rows ``[num_tokens, hidden_dim]``; empty when there is no such prefix.
+
+        Raises:
+            ValueError: An argument is wrong.
         """
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a float dtype or None, got {dtype}")
@@ -216,22 +263,22 @@ class TieredHiddenStateStore:
         *,
         request_configs: dict[str, Any] | None = None,
     ) -> None:
-        """Bring what is on disk of a prompt into RAM, behind; None: all its layers. Returns at once."""
+        """Bring what is on disk of a prompt into RAM, in the background; None: all layers. Returns at once."""
         self._prefetch(token_ids, token_bytes(token_ids), layer_idxs, request_configs)
 
     def flush(self, timeout: float) -> int:
-        """Have everything written, waiting at most ``timeout`` seconds. How many chunks are still dirty."""
+        """Write everything that is dirty, waiting ``timeout`` seconds at most. Returns how many chunks still are."""
         return self.tiers.flush(timeout)
 
     def clear(self) -> int:
-        """Delete all chunks from both tiers. How many there were. Needed after changing weights in place.
+        """Delete all chunks from both tiers, and return how many there were. Needed after changing weights in place.
 
-        Archive and quarantine stay, and so do other namespaces.
+        Archive, quarantine and other namespaces stay.
         """
         return self.tiers.clear()
 
     def stats(self) -> dict[str, float | str | bool]:
-        """All figures, in one flat table."""
+        """All figures by name, as ``TieredStore.stats`` has them."""
         return self.tiers.stats()
 
     @property
@@ -243,10 +290,11 @@ class TieredHiddenStateStore:
 
     @property
     def closed(self) -> bool:
+        """Whether close() has been called."""
         return self.tiers.closed
 
     def attach(self, engine: Any) -> None:
-        """Belong to an engine: heed its health, and close when it vanishes without closing us."""
+        """Belong to an engine: respect its health, and close when it is gone without having closed this store."""
         self._presence.watch(engine)
         # A finalizer runs on any thread and inside any lock: it may do nothing but start somebody else.
         vanished = weakref.finalize(engine, _close_behind, self.tiers, self._presence)
