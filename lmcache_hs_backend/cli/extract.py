@@ -38,7 +38,7 @@ from lmcache_hs_backend.dataset.export import (
     trial,
 )
 from lmcache_hs_backend.dataset.final_norm import check_kind
-from lmcache_hs_backend.dataset.formats import FORMATS
+from lmcache_hs_backend.dataset.formats import FORMATS, format_of
 from lmcache_hs_backend.dataset.formats.base import Format, Job
 from lmcache_hs_backend.dataset.journal import STATE, Rejected, read_head
 from lmcache_hs_backend.dataset.masks import KINDS
@@ -58,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cold_path", nargs="+", metavar="COLD_PATH", help="as in the setting cold_path")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="the trainer that will read it")
+    parser.add_argument(
+        "--algorithm", metavar="NAME", choices=sorted({name for known in FORMATS.values() for name in known}),
+        help="what it will be trained as, which decides the tensors for specforge and torchspec: eagle3 (the default), "
+        "dflash, domino or dspark",
+    )  # fmt: skip
     parser.add_argument(
         "--model", metavar="NAME[@REVISION][/KV_DTYPE]", help="which rows, where there are several models"
     )
@@ -126,13 +131,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _extract(args: argparse.Namespace) -> int:
     one_thread_per_row()
     args.out = os.path.expanduser(args.out)
-    kind = FORMATS[args.format]
+    try:
+        kind = format_of(args.format, args.algorithm)
+    except DatasetError as error:
+        raise CommandError(str(error)) from None
     if args.dtype not in kind.dtypes:
         raise CommandError(f"--dtype {args.dtype}: --format {args.format} is read in {' or '.join(kind.dtypes)} only")
     choice = Choice(
         cold_paths=tuple(args.cold_path), model=args.model, layers=args.layers, last_layer=args.last_layer,
         sequences=args.sequences, loss_mask=args.loss_mask, tokenizer=args.tokenizer, min_tokens=args.min_tokens,
         max_tokens=args.max_tokens, shard=args.shard, limit=args.limit, chunk_size=args.chunk_size,
+        uses_last=kind.uses_last,
     )  # fmt: skip
     say: Callable[[str], None] = (lambda text: None) if args.quiet else print
     out = os.path.realpath(args.out)
@@ -289,13 +298,14 @@ def _head(plan: Plan, norm: NormPlan, args: argparse.Namespace) -> dict[str, Any
     layers, capture = plan.layers, plan.layers.capture
     head = {
         "trainer_format": args.format,
+        "algorithm": args.algorithm or next(iter(FORMATS[args.format])),
         "model": plan.index.model,
         "namespaces": plan.index.namespaces,
         "layers": {
             "slots": list(layers.slots), "convention": layers.convention, "vllm_ids": layers.vllm_ids(),
             "output_ids": layers.output_ids(), "last": layers.last, "num_layers": capture.num_layers,
         },
-        "last_layer": "post-norm" if norm.normed else "pre-norm",
+        "last_layer": "none" if layers.last is None else "post-norm" if norm.normed else "pre-norm",
         "hidden_size": norm.reader.hidden_size(),
         "dtype": args.dtype,
         "loss_mask": plan.choice.mask_kind,
@@ -317,9 +327,10 @@ def _describe(plan: Plan, args: argparse.Namespace, say: Callable[[str], None]) 
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     index, layers = plan.index, plan.layers
+    last = "no last one" if layers.last is None else f"last {layers.last}"
     say(
         f"{index.model}: {len(index)} chunks in {index.num_files} files, layers "
-        f"{', '.join(map(str, layers.aux)) or 'none'} and last {layers.last} ({layers.convention})"
+        f"{', '.join(map(str, layers.aux)) or 'none'} and {last} ({layers.convention})"
     )
     for text, count in (*plan.unusable.items(), *index.problems.items()):
         say(f"  {count} chunks not used: {text}")

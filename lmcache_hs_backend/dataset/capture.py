@@ -75,15 +75,15 @@ class Capture:
 
 @dataclass(frozen=True)
 class Layers:
-    """The storage slots of a dataset: ``aux`` in the order of the files, then ``last``."""
+    """The storage slots of a dataset: ``aux`` in the order of the files, then ``last``, None where it has no use."""
 
     aux: tuple[int, ...]
-    last: int
+    last: int | None
     capture: Capture
 
     @property
     def slots(self) -> tuple[int, ...]:
-        return (*self.aux, self.last)
+        return self.aux if self.last is None else (*self.aux, self.last)
 
     @property
     def convention(self) -> str:
@@ -102,21 +102,27 @@ class Layers:
 
 
 def choose_layers(
-    capture: Capture, stored: Sequence[int], aux: Sequence[int] | None, last: int | None
+    capture: Capture, stored: Sequence[int], aux: Sequence[int] | None, last: int | None, *, uses_last: bool = True
 ) -> tuple[Layers, list[str]]:
     """The layers to extract, and warnings about what had to be taken on trust.
 
     ``stored`` are the storage slots that occur. Without ``aux`` and ``last`` the capture decides: its last
     layer, and all others in ascending order. A slot that was not captured is a DatasetError, and so is a ``last`` that
-    is not the model's last layer as the capture knows it.
+    is not the model's last layer as the capture knows it. Without ``uses_last`` the last layer is left out, and need
+    not be there.
     """
     slots = ", ".join(map(str, sorted(stored)))
     final = capture.final_slot()
-    if final is not None and final not in stored:
+    if not uses_last and last is not None:
+        raise DatasetError(f"--last-layer {last}: this format stores no last layer")
+    if uses_last and final is not None and final not in stored:
         raise DatasetError(f"the last layer, {final}, was not captured (stored {slots})")
     if final is not None and last not in (None, final):
         raise DatasetError(f"--last-layer {last}: the last layer of these captures is {final} (stored {slots})")
-    if last is None:
+    if not uses_last:
+        if aux is None:
+            aux = sorted(slot for slot in stored if slot != final)
+    elif last is None:
         if final is None:
             raise DatasetError(
                 f"which storage slot holds the last layer is not known; name it with --last-layer (stored: {slots})"
@@ -125,17 +131,18 @@ def choose_layers(
         if aux is None:
             aux = sorted(slot for slot in stored if slot != last)
     aux = list(aux or ())
-    for slot in (*aux, last):
+    named = aux if last is None else [*aux, last]
+    for slot in named:
         if slot not in stored:
             raise DatasetError(f"layer {slot} was not captured (stored {slots})")
-    if len({*aux, last}) != len(aux) + 1:
-        raise DatasetError(f"layers {', '.join(map(str, (*aux, last)))}: each may be named only once")
+    if len(set(named)) != len(named):
+        raise DatasetError(f"layers {', '.join(map(str, named))}: each may be named only once")
     warnings = []
     if capture.layer_ids:
         aux.sort()  # every trainer wants ascending layers; with a known numbering that order is theirs
     else:
         warnings.append(
-            f"how storage slots are numbered was not captured; {', '.join(map(str, aux)) or 'no layer'} and the last "
-            f"layer {last} are taken as given, in that order"
+            f"how storage slots are numbered was not captured; {', '.join(map(str, aux)) or 'no layer'}"
+            f"{'' if last is None else f' and the last layer {last}'} are taken as given, in that order"
         )
     return Layers(tuple(aux), last, capture), warnings

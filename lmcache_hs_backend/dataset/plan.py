@@ -33,6 +33,7 @@ class Choice:
     cold_paths: tuple[str, ...]
     model: str | None = None
     chunk_size: int | None = None
+    uses_last: bool = True  # whether the last layer is wanted
     layers: tuple[int, ...] | None = None
     last_layer: int | None = None
     sequences: str = "leaves"
@@ -139,7 +140,9 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
         )
     index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size)
     stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
-    layers, warnings = choose_layers(Capture.of(index.captures), stored, choice.layers, choice.last_layer)
+    layers, warnings = choose_layers(
+        Capture.of(index.captures), stored, choice.layers, choice.last_layer, uses_last=choice.uses_last
+    )
     forest = Forest(index, layers.slots)
     report = Report(choice.sequences)
     if prepared is not None:
@@ -173,8 +176,12 @@ def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None, norm
 
     Adds to the plan's warnings what had to be taken on trust. Raises DatasetError when it cannot be done.
     """
-    norm = None if model_dir is None else FinalNorm.load(model_dir, norm_kind)
     plain = RowReader(plan.index, plan.layers)
+    if plan.layers.last is None:
+        if model_dir is not None:
+            raise DatasetError(f"--final-norm {model_dir}: this format stores no last layer to norm or check")
+        return NormPlan(plain, False)
+    norm = None if model_dir is None else FinalNorm.load(model_dir, norm_kind)
     hidden = plain.hidden_size()
     if norm is not None and norm.hidden_size != hidden:
         raise DatasetError(

@@ -35,8 +35,8 @@ _NORM_LEAST = 8
 class Rows(NamedTuple):
     """What a trainer gets of one sample: S tokens, n auxiliary layers, hidden size H.
 
-    ``ids`` int64 ``[S]``; ``aux`` ``[S, n, H]`` and ``last`` ``[S, H]`` of the dtype asked for. With
-    ``stacked`` ``[S, n + 1, H]``, the two are views of it.
+    ``ids`` int64 ``[S]``; ``aux`` ``[S, n, H]`` and ``last`` ``[S, H]`` of the dtype asked for; ``last`` is ``[S, 0]``
+    where it was not asked for. With ``stacked`` ``[S, n + 1, H]``, the two are views of it.
     """
 
     ids: torch.Tensor
@@ -86,18 +86,21 @@ class RowReader:
         """That of the first chunk; every row must have it. Picked up before anything is read."""
         for chunk in self._index.chunks:
             for file in chunk.files:
-                spec = file.layout.spec(self._layers.last)
+                spec = file.layout.spec(self._layers.slots[-1])
                 if spec is not None:
                     return spec.hidden_dim
-        raise RowRejected("layer", f"layer {self._layers.last} is in no chunk")
+        raise RowRejected("layer", f"layer {self._layers.slots[-1]} is in no chunk")
 
     def read(self, sample: Sample, *, stacked: bool) -> Rows:
         """The rows of a sample. Raises RowRejected."""
         hidden = self.hidden_size()
         count, width = sample.tokens, len(self._layers.aux)
-        both = self._empty(count, width + 1, hidden) if stacked else None
+        both = self._empty(count, len(self._layers.slots), hidden) if stacked else None
         aux = self._empty(count, width, hidden) if both is None else both[:, :width]
-        last = self._empty(count, 1, hidden)[:, 0] if both is None else both[:, width]
+        if self._layers.last is None:
+            last = torch.empty(count, 0, dtype=self._dtype)
+        else:
+            last = self._empty(count, 1, hidden)[:, 0] if both is None else both[:, width]
         ids = torch.empty(count, dtype=torch.int64)
         digest = xxhash.xxh3_128()
         dtypes: dict[int, str] = {}

@@ -70,6 +70,8 @@ class Format(abc.ABC):
 
     #: Whether the last layer is stored before the final norm (False), after it (True), or as the flag says (None).
     wants_normed: bool | None
+    #: Whether the last layer is stored at all.
+    uses_last = True
     #: Whether all layers of a token lie beside each other.
     stacked = False
     #: Whether the trainer can do without auxiliary layers.
