@@ -17,9 +17,9 @@ from queue import SimpleQueue
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from lmcache_hs_backend.arena import HUGE_PAGE
 from lmcache_hs_backend.format.pages import align
-from lmcache_hs_backend.tiers.copying import copy_alone, work_alone
+from lmcache_hs_backend.tiers.memory.arena import HUGE_PAGE
+from lmcache_hs_backend.tiers.memory.copies import copy_alone, work_alone
 
 _PAGE = 4096
 _WAITING = 4  # files that wait to be used, when reading threads begin to help

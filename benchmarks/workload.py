@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.figures import WrongRows
-from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.integrations.lmcache.store import TieredHiddenStateStore
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from tests.support.engines import ChunkedTokenDatabase, Engine, HiddenStateStore, make_config, make_metadata
 from tests.support.waiting import wait_until
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +19,9 @@ import torch
 from lmcache_hs_backend.chunk import LayerSpec, Presence
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.header import FileLayout
-from lmcache_hs_backend.tiers.hot import Move
-from lmcache_hs_backend.tiers.index import Entry, Standing
+from lmcache_hs_backend.tiers.memory.runs import Move
+from lmcache_hs_backend.tiers.state import leaving, making_room
+from lmcache_hs_backend.tiers.state.entries import KNOWN, ChunkEntry
 
 if TYPE_CHECKING:
     from lmcache_hs_backend.tiered import TieredStore
@@ -30,7 +32,8 @@ class ChunkView:
     """One chunk at one moment.
 
     Attributes:
-        file: ``absent``; ``unread``: a file found at start, whose header has not been read; ``known``.
+        file: ``absent``; ``unread``: a file found at start, whose header has not been read; ``known``;
+            ``leaving``: it is being deleted to make room.
         kv: ``confirmed`` when its KV has been seen present in this process, else ``unconfirmed``.
         hot: the layers that are in RAM.
         on_file: the layers that its file is known to hold.
@@ -93,82 +96,84 @@ class StoreDebug:
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
-        self._pair = store._pair
+        self._core = store._core
 
     # -- looking -----------------------------------------------------------------------------------------
 
     def path(self, name: bytes) -> str:
         """Where the file of a chunk is, or would be."""
-        return self._pair.cold.path(name)
+        return self._core.disk.path(name)
 
     def chunk(self, name: bytes) -> ChunkView | None:
         """A chunk as it is now, or None."""
-        with self._pair.lock:
-            entry = self._pair.index.get(name)
+        with self._core.lock:
+            entry = self._core.state.entries.get(name)
             return None if entry is None else self._view(entry)
 
     def chunks(self) -> dict[bytes, ChunkView]:
         """All chunks, of one moment."""
-        with self._pair.lock:
-            return {name: self._view(entry) for name, entry in self._pair.index.entries.items()}
+        with self._core.lock:
+            return {name: self._view(entry) for name, entry in self._core.state.entries.items()}
 
     def cold_order(self) -> list[bytes]:
         """The chunks that have a file, as they leave the disk: the least recently used first."""
-        with self._pair.lock:
-            return list(self._pair.index.cold)
+        with self._core.lock:
+            return list(self._core.state.orders.cold)
 
     def busy(self) -> set[bytes]:
         """Names on whose files an operation is queued or running; also of chunks that are dropped already."""
-        with self._pair.lock:
-            return set(self._pair.mover._busy)
+        with self._core.lock:
+            return set(self._core.state.jobs.busy_names)
 
     def undeleted(self) -> set[bytes]:
         """Names of dropped chunks whose files could not be deleted so far."""
-        with self._pair.lock:
-            return set(self._pair.cold._undeleted)
+        with self._core.lock:
+            return set(self._core.state.undeletable)
 
     def disk(self) -> DiskUsage:
         """What is on disk, by kind."""
-        with self._pair.lock:
-            usage = self._pair.cold.space.usage
+        with self._core.lock:
+            usage = self._core.state.accounts
             return DiskUsage(usage.own, usage.archive, usage.quarantine, usage.dead, usage.reserved)
 
     def memory(self) -> MemoryUse:
         """The hot tier's memory."""
-        hot, pool = self._pair.hot, self._pair.pool
-        with self._pair.lock:
-            slots = [slot for entry in self._pair.index.entries.values() for slot in entry.hot.values()]
+        core, state = self._core, self._core.state
+        with core.lock:
+            slots = [slot for entry in state.entries.values() for slot in entry.hot.values()]
             reach = max((slot.offset + slot.nbytes for slot in slots), default=0)
-            return MemoryUse(len(hot.arena._view), hot.used_bytes, hot.ready_bytes, reach, pool.idle_bytes)
+            return MemoryUse(
+                core.arena.mapped_bytes, state.free_list.used_bytes, state.ready_bytes, reach, core.pool.idle_bytes
+            )
 
     @contextlib.contextmanager
     def questions(self) -> Iterator[list[Question]]:
         """What the store asks the KV cache for in this block, whichever thread asks; asked before answered."""
-        ask, asked = self._pair.ask, list[Question]()
+        ask, asked = self._core.ask, list[Question]()
 
         def asking(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
             asked.append(Question(len(kv_keys), memory_only))
             return ask(kv_keys, memory_only)
 
-        self._pair.ask = asking
+        self._core.ask = asking
         try:
             yield asked
         finally:
-            self._pair.ask = ask
+            self._core.ask = ask
 
     # -- making things happen ----------------------------------------------------------------------------
 
     def evict_clean(self) -> int:
         """Have every evictable chunk leave RAM, as when room is needed. How many did."""
         evicted = 0
-        with self._pair.lock:
-            while self._pair.hot._evict_one():
+        with self._core.lock:
+            while making_room.evict_oldest(self._core.state):
                 evicted += 1
         return evicted
 
     def evict_files(self, nbytes: int) -> bool:
         """Delete files of at least ``nbytes``, as when the limit is reached. False when not so many may go."""
-        return self._pair.cold.space._evict(nbytes)
+        return self._store._room.evict(nbytes)
 
     def run_chores(self) -> None:
         """Do once, now, what a store does by itself every so often.
@@ -176,102 +181,101 @@ class StoreDebug:
         It deletes what could not be deleted before, looks at the next chunks for uses to save and for KV that is gone,
         looks whether namespaces counted as dead still are, and publishes its gauges.
         """
-        with self._pair.lock:
-            self._store._delete_again_at = 0.0
-        self._store._tick()
-        self._pair.cold.space.forget_revived()
+        with self._core.lock:
+            leaving.delete_again(self._core.state)
+        self._store._chores.tick()
+        self._store._room.refresh_dead()
         self._store._publish()
 
     def go_offline(self, why: str) -> None:
         """Treat the disk as one that has just failed. It comes back by itself when it answers."""
-        self._pair.cold.health._go_offline(why)
+        self._core.disk.health.go_offline(why)
 
     def resume_now(self) -> None:
         """A pause of writes, or the time until a failed disk is tried again, is over within a quarter of a second."""
-        with self._pair.lock:
-            self._pair.cold.health._resume_at = 0.0
+        self._core.disk.health.resume_now()
 
     @contextlib.contextmanager
     def pinned(self, *names: bytes) -> Iterator[None]:
         """Pin chunks as a reader does. Their slots and files stay meanwhile."""
-        pair = self._pair
-        with pair.lock:
-            entries = [pair.index.entries[name] for name in names]
-            pair.lease(*entries)
+        core = self._core
+        with core.lock:
+            entries = [core.state.entries[name] for name in names]
+            core.state.pin(entries)
         try:
             yield
         finally:
-            with pair.lock:
-                for entry in entries:
-                    pair.release(entry)
+            with core.lock:
+                core.state.unpin(entries)
 
     @contextlib.contextmanager
     def holding_files(self, names: Iterable[bytes]) -> Iterator[None]:
         """Operations on these files wait for the end of the block. None may be busy before it."""
-        mover, names = self._pair.mover, list(names)
-        with self._pair.lock:
+        core, names = self._core, list(names)
+        with core.lock:
             for name in names:
-                mover.claim(name)
+                core.state.jobs.claim(name, time.monotonic())
         try:
             yield
         finally:
-            with self._pair.lock:
+            with core.lock:
                 for name in names:
-                    mover.release(name)
+                    core.state.jobs.finish(name)
+                core.work.notify_all()
 
     @contextlib.contextmanager
     def between_copy_and_publication(self, hook: Callable[[], None]) -> Iterator[None]:
         """Call ``hook`` in every store of this block when rows are in RAM and no index says so yet."""
-        hot = self._pair.hot
-        copy_in = hot.copy_in
+        copier = self._store._copier
+        copy_in = copier.copy_in
 
         def copy(rows: torch.Tensor, moves: Iterable[Move]) -> None:
             copy_in(rows, moves)
             hook()
 
-        hot.copy_in = copy  # type: ignore[method-assign]
+        copier.copy_in = copy  # type: ignore[method-assign]
         try:
             yield
         finally:
-            hot.copy_in = copy_in  # type: ignore[method-assign]
+            copier.copy_in = copy_in  # type: ignore[method-assign]
 
     def use_files(self, files: FileLayer) -> None:
         """Send the system calls of this store's disk through ``files`` from now on."""
-        cold = self._pair.cold
-        cold._files = cold.space._files = cold.health._files = files
+        self._core.disk.use_files(files)
+        self._store._room.use_files(files)
 
     def add_cold_chunks(self, count: int, kv_key: Callable[[], object] = lambda: None) -> None:
         """Add invented chunks that are on disk only, as far as the index knows; there are no files.
 
         They are unconfirmed: of a confirmed one the store would soon find out that its KV is gone.
         """
-        index = self._pair.index
-        layout = index.share(FileLayout(256, 4096, (LayerSpec(0, "BF16", 4096),)))
+        state = self._core.state
+        layout = state.share(FileLayout(256, 4096, (LayerSpec(0, "BF16", 4096),)))
         for start in range(0, count, 1000):
             entries = [
-                Entry(
-                    random.randbytes(16), Standing.UNCONFIRMED, random.randbytes(16), 256, kv_key(), filed=layout,
-                    file_bytes=layout.size, digests=random.randbytes(16),
+                ChunkEntry(
+                    random.randbytes(16), random.randbytes(16), 256, kv_key(), file=KNOWN, layout=layout,
+                    size=layout.size, digests=random.randbytes(16),
                 )
                 for _ in range(min(1000, count - start))
             ]  # fmt: skip
-            with self._pair.lock:
+            with self._core.lock:
                 for entry in entries:
-                    index.add(entry)
+                    state.accounts.own += entry.size
+                    state.add(entry)
                     entry.saved_ns = entry.used_ns  # or the store would touch files that do not exist
 
-    def _view(self, entry: Entry) -> ChunkView:
+    def _view(self, entry: ChunkEntry) -> ChunkView:
         """Lock held."""
-        file = "absent" if not entry.file_bytes else "unread" if entry.filed is None else "known"
         return ChunkView(
-            file=file,
-            kv="confirmed" if entry.standing is Standing.CONFIRMED else "unconfirmed",
+            file=entry.file.value,
+            kv=entry.kv.value,
             hot=frozenset(entry.hot),
-            on_file=frozenset(spec.layer_idx for spec in entry.filed.layers) if entry.filed else frozenset(),
+            on_file=frozenset(spec.layer_idx for spec in entry.layout.layers) if entry.layout else frozenset(),
             hot_bytes=entry.hot_bytes,
-            size=entry.file_bytes,
-            pins=entry.leases,
-            busy=entry.claimed or self._pair.mover.is_busy(entry.name),
-            evictable=entry.name in self._pair.index.clean,
+            size=entry.size,
+            pins=entry.pins,
+            busy=self._core.state.jobs.is_busy(entry.name),
+            evictable=entry.name in self._core.state.orders.clean,
             used_ns=entry.used_ns,
         )

@@ -20,33 +20,43 @@ from typing import Any
 
 import torch
 
-from lmcache_hs_backend.chunk import HASH_ALGORITHM, TOKEN_BYTES, AskPresence, ChunkRef, Presence, Prompt, cut
+from lmcache_hs_backend.chunk import (
+    HASH_ALGORITHM,
+    TOKEN_BYTES,
+    AskPresence,
+    ChunkRef,
+    Presence,
+    Prompt,
+    cut,
+)
 from lmcache_hs_backend.config import GIB, ConfigError, LocalConfig, TieredConfig
 from lmcache_hs_backend.debug import StoreDebug
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.metrics import GAUGES, Metrics
-from lmcache_hs_backend.tiers.background import Background
-from lmcache_hs_backend.tiers.cleaner import Cleaner
-from lmcache_hs_backend.tiers.gauges import gauges
-from lmcache_hs_backend.tiers.index import Entry, Standing
-from lmcache_hs_backend.tiers.intake import Intake
+from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
+from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
+from lmcache_hs_backend.tiers.flows.background import Background
+from lmcache_hs_backend.tiers.flows.chores import TICK_SEC, Chores
+from lmcache_hs_backend.tiers.flows.copier import Copier
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.gauges import gauges
+from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
+from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
+from lmcache_hs_backend.tiers.flows.opening import Opening
+from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
+from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
+from lmcache_hs_backend.tiers.flows.store import Store
+from lmcache_hs_backend.tiers.flows.write_back import WriteBack
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
-from lmcache_hs_backend.tiers.mover import Executor
-from lmcache_hs_backend.tiers.namespace import Namespace
-from lmcache_hs_backend.tiers.opening import Opening
-from lmcache_hs_backend.tiers.pair import SaveUse, TierPair
-from lmcache_hs_backend.tiers.serve import Serve
+from lmcache_hs_backend.tiers.state import leaving, making_room, reading
+from lmcache_hs_backend.tiers.state.checking import check
+from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 
 logger = logging.getLogger(__name__)
 
-_TICK_SEC = 0.25
 _PUBLISH_SEC = 1.0
-_DELETE_AGAIN_SEC = 5.0
 _STOP_SEC = 0.5  # what idle threads may take to end, however short close_timeout_sec is
-_DROPPED_UNDER_ONE_LOCK = 1000
-_SAVE_USE_SEC = 600
-_VISITED_PER_TICK = 64
 
 
 def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
@@ -91,44 +101,56 @@ class TieredStore:
         self.config = config
         self.ident = ident
         self.metrics = Metrics(labels)
-        try:
-            self._pair = TierPair(config, capacity, ask, self.metrics)
-            self._background = self._start_background()
-        except (ValueError, OverflowError, OSError) as error:
-            raise ConfigError(
-                f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"
-            ) from None
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{setting('io_threads')} is {config.io_threads}, but the system starts no more threads: {error}"
-            ) from None
-        self._executor = Executor(self._pair.mover)
+        files = files or FileLayer()
+        self._start_threads(capacity, ask, setting)
+        core, io = self._core, self._io
+        executor = IoExecutor(io)
         self._closing = threading.Lock()  # held by the one call of close() that does the work
-        self._closed = False
         self._recovered = threading.Event()
-        self._delete_again_at = 0.0
-        self._callers = 0  # calls that are using slots; the pair's lock guards it
-        self._namespace: Namespace | None = None
+        self._callers = 0  # calls that are using slots; the store's lock guards it
+        self._namespace: OwnedNamespace | None = None
+        opening = Opening(config, io, self._background, setting)
         try:
-            opening = Opening(config, self._pair.mover, self._background, setting)
-            namespace = self._namespace = opening.namespace(ident, self._executor)
+            namespace = self._namespace = opening.namespace(ident, executor)
             self.directory = namespace.directory
-            opening.on_io_thread(lambda: self._pair.open(namespace, files or FileLayer()))
+            core.disk = opening.on_io_thread(lambda: ChunkFiles(config, namespace, self.metrics, files))
             opening.on_io_thread(lambda: opening.check_size(namespace.directory))
         except BaseException:
             self._stop(time.monotonic() + 1.0)
             if self._namespace is not None:
                 self._namespace.close()
             raise
-        self._cleaner = Cleaner(self._pair)
-        self._intake = Intake(self._pair, self._cleaner, ident.model, capture)
-        self._serve = Serve(self._pair)
-        self._pair.mover.next_write = self._cleaner.next_write
-        recovery = opening.recover(self._pair, self._cleaner, self.directory, self._executor, self._recovered)
-        self._background.start(recovery)
-        self._background.every(_TICK_SEC, self._tick)
+        self._copier, self._room, self._chores = Copier(core.arena, io), MakeRoom(core, files), Chores(core)
+        headers, reads = Headers(core), Reads(core)
+        io.register(ReadJob, reads.run)
+        io.register(HeaderJob, headers.run)
+        self._write_back = WriteBack(core, io, self._room)
+        self._store = Store(core, self._copier, headers, ident.model, capture)
+        self._retrieve = Retrieve(core, self._copier, reads, headers)
+        self._background.start(opening.recover(core, self._room, executor, self._recovered))
+        self._background.every(TICK_SEC, self._chores.tick)
         self._background.every(_PUBLISH_SEC, self._publish)
         _open_stores.add(self)
+
+    def _start_threads(self, capacity: int, ask: AskPresence, setting: Callable[[str], str]) -> None:
+        """Reserve the hot tier and start the threads. Raises ConfigError, with nothing left behind."""
+        try:
+            self._core = Core(self.config, capacity, ask, self.metrics)
+        except (ValueError, OverflowError, OSError) as error:
+            raise ConfigError(
+                f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"
+            ) from None
+        try:
+            self._io = IoThreads(self._core, self.config.io_threads)
+            try:
+                self._background = Background()
+            except BaseException:
+                self._io.stop()
+                raise
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"{setting('io_threads')} is {self.config.io_threads}, but the system starts no more threads: {error}"
+            ) from None
 
     @classmethod
     def open(
@@ -205,7 +227,7 @@ class TieredStore:
         if not self._enter():
             return 0
         try:
-            return self._intake.store(refs, ids, rows, row_offset, wait_sec)
+            return self._store.store(refs, ids, rows, row_offset, wait_sec)
         finally:
             self._leave("store_seconds", started)
 
@@ -229,79 +251,72 @@ class TieredStore:
         if not layer_idxs or not self._enter():
             return {}
         try:
-            return self._serve.retrieve(refs, layer_idxs, dtype)
+            return self._retrieve.retrieve(refs, layer_idxs, dtype)
         finally:
             self._leave("retrieve_seconds", started)
 
     def _enter(self) -> bool:
         """A call begins that may use slots; close() waits for its ``_leave``. False when it comes too late."""
-        with self._pair.lock:
-            self._callers += not self._closed
-            return not self._closed
+        with self._core.lock:
+            self._callers += not self._core.closed
+            return not self._core.closed
 
     def _leave(self, duration: str, started: float) -> None:
-        with self._pair.lock:
+        with self._core.lock:
             self._callers -= 1
-            if self._closed:
-                self._pair.room.notify_all()
+            if self._core.closed:
+                self._core.space_freed.notify_all()
         self.metrics.observe(duration, time.monotonic() - started)
 
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None = None) -> None:
         """Promote what is cold of a prompt's prefix, in the background. None: all layers. Returns at once."""
-        if not self._closed:
-            self._serve.prefetch(refs, layer_idxs)
+        if not self._core.closed:
+            self._retrieve.prefetch(refs, layer_idxs)
 
     def covered(self, names: Iterable[bytes], layer_idxs: Sequence[int]) -> int:
         """How many chunks, from the first on, have every layer where it can be read. Looks at the index only."""
-        pair, count = self._pair, 0
-        with pair.lock:
-            if self._closed:
+        readable = self._core.disk.health.readable
+        with self._core.lock:
+            if self._core.closed:
                 return 0
-            readable = pair.cold.readable
-            for name in names:
-                entry = pair.index.get(name)
-                if entry is None or entry.standing is Standing.UNREAD:
-                    break
-                if not all(idx in entry.hot or (readable and entry.on_file(idx)) for idx in layer_idxs):
-                    break
-                count += 1
-        return count
+            return reading.covered(self._core.state, names, layer_idxs, readable=readable)
 
     def held(self, refs: Iterable[ChunkRef], layer_idxs: Collection[int]) -> int:
         """Chunks, anywhere among ``refs``, that have every layer for just these tokens, in either tier. Index only."""
-        return self._serve.held(refs, layer_idxs)
+        with self._core.lock:
+            return 0 if self._core.closed else reading.held(self._core.state, refs, layer_idxs)
 
     def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:
         """Whether the hot tier, and whether the cold tier, holds a layer of a chunk: ``(in_hot, in_cold)``."""
-        with self._pair.lock:
-            entry = None if self._closed else self._pair.index.get(name)
+        with self._core.lock:
+            entry = None if self._core.closed else self._core.state.entries.get(name)
             return (False, False) if entry is None else (layer_idx in entry.hot, entry.on_file(layer_idx))
 
     def touch(self, names: Sequence[bytes]) -> None:
         """Mark the chunks of a sequence as just used, the first one as youngest. Unknown names are ignored."""
-        with self._pair.lock:
-            if not self._closed:
-                self._pair.index.touch([*filter(None, map(self._pair.index.get, names))])
+        with self._core.lock:
+            if not self._core.closed:
+                entries = self._core.state.entries
+                self._core.state.orders.touch([entry for name in names if (entry := entries.get(name)) is not None])
 
     @property
     def closed(self) -> bool:
         """Whether close() has been called."""
-        return self._closed
+        return self._core.closed
 
     @property
     def readable(self) -> bool:
         """Whether the disk answers."""
-        return self._pair.cold.readable
+        return self._core.disk.health.readable
 
     def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor, kv_key: object) -> bool:
         """Add a layer, ``[num_tokens, hidden_dim]``, to a chunk that is here. False when it is not, or has it."""
-        pair = self._pair
-        with pair.lock:
-            entry = pair.index.get(name)
-            if entry is None or entry.described is None or rows.shape[0] != entry.num_tokens:
+        with self._core.lock:
+            entry = self._core.state.entries.get(name)
+            if entry is None or entry.metadata is None or rows.shape[0] != entry.num_tokens:
                 return False
-            described = entry.described
-        meta, ids = described.parts()
+            metadata = entry.metadata
+        meta, ids = metadata.parts()
         end = meta.start + meta.num_tokens
         ref = ChunkRef(name, meta.start, end, meta.prefix, meta.key, meta.chunk_hash, meta.parent, kv_key)
         # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
@@ -318,11 +333,10 @@ class TieredStore:
             kv_key: Of its KV, which the entry of a recovered chunk does not know.
             tiers: Which tiers may serve it: ``(hot, cold)``.
         """
-        pair = self._pair
         hot, cold = self.has(name, layer_idx)
-        with pair.lock:
-            entry = pair.index.get(name)
-            if self._closed or entry is None or entry.standing is Standing.UNREAD:
+        with self._core.lock:
+            entry = self._core.state.entries.get(name)
+            if self._core.closed or entry is None or not entry.identified:
                 return None
             if not (hot and tiers[0]) and not (cold and tiers[1]):
                 return None
@@ -341,7 +355,7 @@ class TieredStore:
 
     def __len__(self) -> int:
         """Chunks in either tier."""
-        return 0 if self._closed else len(self._pair.index.entries)
+        return 0 if self._core.closed else len(self._core.state.entries)
 
     # -- moving and dropping --------------------------------------------------------------------------------------
 
@@ -350,46 +364,38 @@ class TieredStore:
 
         For a writer that reads nothing back and would otherwise fill RAM.
         """
-        pair, demoted = self._pair, 0
-        with pair.lock:
-            for name in names:
-                entry = pair.index.clean.get(name)
-                if entry is not None and not entry.dirty:
-                    pair.hot.evict(entry)
-                    demoted += 1
-        return demoted
+        with self._core.lock:
+            return making_room.demote(self._core.state, names)
 
     def kv_gone(self, names: Iterable[bytes]) -> int:
         """The KV of these chunks was deleted: they leave both tiers, or go to the archive. Returns how many."""
-        return self._drop(names, self._pair.kv_gone)
+        writable = self._core.disk.health.writable
+        return self._drop(names, lambda entry: self._core.state.kv_gone(entry, writable=writable))
 
     def drop(self, names: Iterable[bytes]) -> int:
         """Delete chunks from both tiers, and return how many were here."""
-        return self._drop(names, self._pair.forget)
+        return self._drop(names, self._core.state.drop)
 
     def clear(self) -> int:
         """Delete every chunk from both tiers, and return how many were here. Archive and quarantine stay."""
-        pair = self._pair
-        with pair.lock:
-            entries = [] if self._closed else list(pair.index.entries.values())
-            pair.cleared |= not self._cleaner.enabled
-        for start in range(0, len(entries), _DROPPED_UNDER_ONE_LOCK):
-            with pair.lock:
-                for entry in entries[start : start + _DROPPED_UNDER_ONE_LOCK]:
-                    if not entry.gone:
-                        pair.forget(entry)
-        return len(entries)
+        core = self._core
+        with core.lock:
+            dropped = 0 if core.closed else core.state.clear()
+            core.wake()
+        return dropped
 
-    def _drop(self, names: Iterable[bytes], how: Callable[[Entry], None]) -> int:
-        dropped = 0
-        with self._pair.lock:
-            if self._closed:
+    def _drop(self, names: Iterable[bytes], how: Callable[[ChunkEntry], None]) -> int:
+        core, dropped = self._core, 0
+        with core.lock:
+            if core.closed:
                 return 0
             for name in names:
-                entry = self._pair.index.get(name)
+                entry = core.state.entries.get(name)
                 if entry is not None:
                     how(entry)
                     dropped += 1
+            if core.state.jobs.ready:
+                core.wake()
         return dropped
 
     # -- figures ---------------------------------------------------------------------------------------
@@ -399,14 +405,22 @@ class TieredStore:
 
         ``cold_state`` is ``online``, ``paused`` or ``offline``; sizes are in bytes, durations in seconds.
         """
-        now = gauges(self._pair, self.config)
+        now = gauges(self._core)
         return {
             **now,
-            "cold_state": self._pair.cold.health.state.value,
+            "cold_state": self._core.disk.health.state.value,
             "pinned": bool(now["pinned"]),
-            "write_bytes_per_sec": self._pair.rate.bytes_per_sec,
+            "write_bytes_per_sec": self._core.state.rate.bytes_per_sec,
             **self.metrics.snapshot(),
         }
+
+    def check(self) -> list[str]:
+        """Every violated invariant of the tiers, each as one sentence; empty when all hold. Takes time; for support.
+
+        With ``HS_STRICT=1`` in the environment this is checked all the time.
+        """
+        with self._core.lock:
+            return check(self._core.state)
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -414,26 +428,26 @@ class TieredStore:
         """Pin the hot tier's memory where there is a GPU, and return whether it is pinned. Failing is a WARNING."""
         if torch.cuda.is_available():
             try:
-                self._pair.hot.arena.pin()
+                self._core.arena.pin()
             except RuntimeError as error:
                 logger.warning(
                     "pinned: no. The hot tier stays in pageable memory, copies to the GPU are slower: %s", error
                 )
-        return self._pair.hot.arena.pinned
+        return self._core.arena.pinned
 
     def flush(self, timeout: float) -> int:
         """Write every dirty chunk, waiting ``timeout`` seconds at most. Returns how many are still dirty."""
-        pair = self._pair
+        core, state = self._core, self._core.state
         deadline = time.monotonic() + timeout
-        with pair.lock:
-            self._cleaner.flushing += 1
-            pair.mover.wake()
+        with core.lock:
+            state.flushing += 1
+            core.wake()
             try:
-                while pair.index.aging and pair.cold.writable and time.monotonic() < deadline:
-                    pair.quiet.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+                while state.orders.aging and core.disk.health.writable and time.monotonic() < deadline:
+                    core.all_written.wait(min(0.1, max(0.0, deadline - time.monotonic())))
             finally:
-                self._cleaner.flushing -= 1
-            return pair.index.dirty_chunks
+                state.flushing -= 1
+            return state.orders.dirty_chunks
 
     def close(self) -> None:
         """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent; raises nothing of its own.
@@ -442,31 +456,33 @@ class TieredStore:
         uses is freed with its last user.
         """
         with self._closing:
-            if self._closed:
+            if self._core.closed:
                 return
             deadline = time.monotonic() + self.config.close_timeout_sec
             try:
                 self._finish(deadline - min(0.5, self.config.close_timeout_sec / 4))
-            finally:  # also when somebody loses patience with it
+            finally:  # also when the call is interrupted
                 self._end(deadline)
 
     def _finish(self, deadline: float) -> None:
         """Let callers leave, and have written what can be."""
-        with self._pair.lock:
-            self._closed = self._serve.closed = self._intake.closed = True
-            self._pair.ask = all_present
+        core = self._core
+        with core.lock:
+            core.closed = True
+            core.ask = all_present
             while self._callers and time.monotonic() < deadline:
-                self._pair.room.wait(0.05)
+                core.space_freed.wait(0.05)
         self.flush(max(0.0, deadline - time.monotonic()))
-        with self._pair.lock:
-            self._pair.save_uses(deadline)
+        if core.disk.health.readable:
+            with core.lock:  # so that the next start knows the order: least recently used first
+                leaving.submit_save_uses(core.state, core.state.orders.cold.values(), time.time_ns(), deadline)
 
     def _end(self, deadline: float) -> None:
-        index = self._pair.index
-        with self._pair.lock:
-            left = index.dirty_chunks
-            losses = Counter(entry.refused for entry in index.clean.values() if entry.refused)
-            losses["close"] = len(index.aging)
+        core = self._core
+        with core.lock:
+            left = core.state.orders.dirty_chunks
+            losses = Counter(entry.drop_reason for entry in core.state.orders.clean.values() if entry.drop_reason)
+            losses["close"] = len(core.state.orders.aging)
         for reason, chunks in losses.items():
             if chunks:
                 self.metrics.loss(reason, chunks)
@@ -474,11 +490,11 @@ class TieredStore:
         self._publish()
         self.metrics.publish(dict.fromkeys(GAUGES, 0))  # a store that is closed holds nothing
         if ended and not self._callers:
-            self._pair.hot.arena.release()
+            core.arena.release()
             if self._namespace is not None:
                 self._namespace.close()
-        else:  # whoever is still at work there keeps the memory and the directory, until the process ends
-            logger.warning("%s: an operation does not return; it is left behind", self.directory)
+        else:  # what is still at work there keeps the memory and the directory, until the process ends
+            logger.warning("%s: an operation does not return; it is left running", self.directory)
         logger.info("closed %s: %d chunk(s) not written", self.directory, left)
 
     @property
@@ -490,56 +506,19 @@ class TieredStore:
         """Wait until what was on disk at start is known, headers included. Returns whether it is."""
         return self._recovered.wait(timeout)
 
-    def _start_background(self) -> Background:
-        try:
-            return Background()
-        except BaseException:
-            self._pair.mover.stop()
-            raise
-
-    def _tick(self) -> None:
-        """A few times a second: the disk's health, and a look at the next few chunks in turn."""
-        pair = self._pair
-        with pair.lock:
-            stuck = pair.mover.stuck(self.config.read_timeout_sec)
-            pair.mover.wake()
-        pair.cold.health.check(stuck)
-        now = time.monotonic()
-        with pair.lock:
-            if not pair.cold.writable:
-                return
-            if now > self._delete_again_at:
-                self._delete_again_at = now + _DELETE_AGAIN_SEC
-                pair.delete_again()
-            turn = pair.index.in_turn(_VISITED_PER_TICK)
-            old = time.time_ns() - _SAVE_USE_SEC * 10**9
-            for entry in turn:
-                if entry.file_bytes and entry.used_ns > entry.saved_ns and entry.saved_ns < old:
-                    pair.mover.submit(SaveUse(pair, entry))
-        self._drop_orphans(turn)
-
     def _publish(self) -> None:
-        """Once a second: what others look at, and memory that nobody has needed for a while."""
+        """Once a second: the metrics, and memory that has not been needed for a while."""
+        now = gauges(self._core)
         self.metrics.report_losses()
-        self.metrics.publish(gauges(self._pair, self.config))
-        self._pair.pool.trim()
-
-    def _drop_orphans(self, turn: Sequence[Entry]) -> None:
-        """Chunks that nobody retrieves any more, because their KV is gone."""
-        suspects = [entry for entry in turn if entry.standing is Standing.CONFIRMED]
-        asked_ns = time.monotonic_ns()
-        answers = self._pair.presence([entry.kv_key for entry in suspects], True) if suspects else []
-        with self._pair.lock:
-            for entry, answer in zip(suspects, answers, strict=True):
-                seen_since = entry.seen_ns >= asked_ns
-                if answer is Presence.GONE and entry.standing is Standing.CONFIRMED and not seen_since:
-                    self._pair.kv_gone(entry)
+        self.metrics.publish(now)
+        self._core.pool.trim()
 
     def _stop(self, deadline: float) -> bool:
+        """End the threads. Whether all of them have ended by the deadline (monotonic)."""
         self._background.stop(deadline)
-        self._pair.mover.stop()
-        ended = self._pair.mover.join(deadline)
-        self._pair.pool.close()
+        self._io.stop()
+        ended = self._io.join(deadline)
+        self._core.pool.close()
         return ended
 
 

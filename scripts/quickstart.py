@@ -446,7 +446,7 @@ def _show_plugin_log() -> None:
     """The plugin's INFO lines, whatever LMCACHE_LOG_LEVEL says; its warnings come through LMCache's own log."""
     handler = _ConsoleHandler()
     handler.addFilter(lambda record: record.levelno == logging.INFO)
-    for module in ("integrations.lmcache.backend", "tiers.recovery", "tiered"):
+    for module in ("integrations.lmcache.backend", "tiers.flows.recover", "tiered"):
         logger = logging.getLogger(f"lmcache_hs_backend.{module}")
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)

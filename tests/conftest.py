@@ -23,6 +23,18 @@ def _our_logs_reach_pytest() -> None:
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True)
+def _every_invariant_holds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Strict mode in every test that does not measure time (marker ``timing``)."""
+    from lmcache_hs_backend.tiers.flows import strict
+
+    monkeypatch.setenv("HS_STRICT", "0" if request.node.get_closest_marker("timing") else "1")
+    strict.violations.clear()
+    yield
+    found, strict.violations[:] = list(strict.violations), []
+    assert not found, "\n".join(f"{'; '.join(problems)}\n{where}" for problems, where in found)
+
+
 @pytest.fixture
 def disk() -> Iterator[Any]:
     """A FaultyDisk; whatever hangs in it at the end goes on."""

@@ -18,7 +18,7 @@ from benchmarks.figures import Result, times_table
 from benchmarks.measuring import Step, fastest, interleaved, median, quotients
 from benchmarks.peers import peers_of
 from benchmarks.workload import Stores, expect, huge_rows, new_prompt, random_rows
-from lmcache_hs_backend.tiers.copying import alone, copy_alone
+from lmcache_hs_backend.tiers.memory.copies import alone, copy_alone
 
 TITLE = "Cold retrieve"
 

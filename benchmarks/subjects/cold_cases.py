@@ -17,7 +17,7 @@ from benchmarks.disk import RawDisk
 from benchmarks.figures import Result, Table
 from benchmarks.measuring import Step, Times, fastest, interleaved, median, quotients
 from benchmarks.workload import Stores, expect, huge_rows, new_prompt, random_rows
-from lmcache_hs_backend.tiers.copying import alone
+from lmcache_hs_backend.tiers.memory.copies import alone
 
 TITLE = "Cold retrieve, from one chunk to many"
 

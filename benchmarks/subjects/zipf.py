@@ -18,7 +18,7 @@ from benchmarks.disk import RawDisk, leave_page_cache, takes_direct
 from benchmarks.figures import Result, Table
 from benchmarks.measuring import median
 from benchmarks.workload import Stores, expect, huge_rows
-from lmcache_hs_backend.tiers.copying import alone, copy_alone
+from lmcache_hs_backend.tiers.memory.copies import alone, copy_alone
 
 TITLE = "Zipf stream, pool of a quarter"
 

@@ -60,7 +60,7 @@ def remove(doomed: list[Doomed], args: argparse.Namespace, screen: Screen, skipp
 
 
 def _delete(doomed: Iterable[Doomed], advance: Callable[[int], None]) -> Outcome:
-    from lmcache_hs_backend.tiers.namespace import NamespaceLock
+    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
 
     by_namespace: dict[str, list[Doomed]] = defaultdict(list)
     for file in doomed:

@@ -43,7 +43,7 @@ def repair(findings: list[Finding]) -> Iterator[tuple[Finding, bool, str]]:
             by_namespace[finding.namespace.directory].append(finding)
     if not by_namespace:
         return
-    from lmcache_hs_backend.tiers.namespace import NamespaceLock
+    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
 
     for directory, group in by_namespace.items():
         try:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
 from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
@@ -23,6 +22,7 @@ from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.index import Chunk, ChunkFile, ChunkIndex
 from lmcache_hs_backend.format.chunk_file import read
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 _IDLE_BYTES = 512 << 20

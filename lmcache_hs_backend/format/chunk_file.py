@@ -94,11 +94,11 @@ def write(
     direct: bool,
     fsync: bool,
     mtime_ns: int,
-    turn: AbstractContextManager[object] = _ANY_TIME,
+    io_slots: AbstractContextManager[object] = _ANY_TIME,
 ) -> tuple[str, FileLayout, bytes]:
     """Write a chunk to a temporary file in ``directory``; the caller renames or unlinks it.
 
-    ``rows`` gives the bytes of each layer (4096-aligned memory when ``direct``); they are moved within ``turn``.
+    ``rows`` gives the bytes of each layer (4096-aligned memory when ``direct``); they are moved within ``io_slots``.
     Returns the temporary path, the layout and the digests. Raises OSError, having removed the temporary file.
     """
     specs = file_order(list(rows))
@@ -115,7 +115,7 @@ def write(
     fd = files.open(path, flags | (os.O_DIRECT if direct and layout.direct else 0), 0o666)
     try:
         try:
-            with turn:
+            with io_slots:
                 taken = _transfer(files.pwritev, fd, [preamble, *(rows[spec] for spec in specs)], 0)
             if not taken:
                 raise OSError(errno.EIO, "the disk took no bytes", path)
@@ -233,18 +233,18 @@ def fetch(
     into: Mapping[int, memoryview],
     *,
     direct: bool,
-    turn: AbstractContextManager[object] = _ANY_TIME,
+    io_slots: AbstractContextManager[object] = _ANY_TIME,
 ) -> bytes:
     """The I/O of ``read``: the layers go to ``into``, the preamble is returned; ``check`` says whether it is the chunk.
 
-    The preamble comes along in the same system call where it can. All bytes are moved within ``turn``.
+    The preamble comes along in the same system call where it can. All bytes are moved within ``io_slots``.
     """
     fd, size = open_regular(files, path, direct=direct and layout.direct)
     try:
         if size != layout.size:
             raise BadChunk("size", f"{path} has {size} bytes instead of {layout.size}")
         preamble = _preambles.get(layout.preamble_bytes)
-        with turn:
+        with io_slots:
             position = 0
             batch: list[memoryview] = [preamble]
             reached = layout.preamble_bytes

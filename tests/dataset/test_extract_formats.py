@@ -15,7 +15,6 @@ import xxhash
 from hs_connectors import FileTransfer
 from hs_connectors.transfer import FP8Transfer
 
-from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.chains import Report, leaves, read_once
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
@@ -24,6 +23,7 @@ from lmcache_hs_backend.dataset.formats.base import HashingFile
 from lmcache_hs_backend.dataset.formats.deepspec import DeepSpec
 from lmcache_hs_backend.dataset.formats.speculators import _ratio
 from lmcache_hs_backend.dataset.index import ChunkIndex
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from tests.support.dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
 
 PROMPTS = [ids_of(50), ids_of(32) + ids_of(30, seed=1), ids_of(10, seed=2), ids_of(90, seed=3)]

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec, chunk_name, token_bytes
 from lmcache_hs_backend.format import chunk_file
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.format.pages import ALIGN
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from tests.support.disks import INJECTED
 from tests.support.figures import tell

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_hs_backend.tiers.recovery import Recovery
+from lmcache_hs_backend.tiers.flows.recover import Recover
 from tests.support.engines import (
     CHUNK,
     CHUNK_BYTES,
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_stored_again_while_recovery_is_under_way_counts(
 
 def _recovery_finds_the_files_after_a_copy(monkeypatch):
     copied = threading.Event()
-    scan = Recovery._scan_top
+    scan = Recover._scan_top
 
     def scan_late(recovery):
         assert copied.wait(10)
@@ -102,7 +102,7 @@ def _recovery_finds_the_files_after_a_copy(monkeypatch):
 
         return store.debug.between_copy_and_publication(hook)
 
-    monkeypatch.setattr(Recovery, "_scan_top", scan_late)
+    monkeypatch.setattr(Recover, "_scan_top", scan_late)
     return during
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import random
@@ -12,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_hs_backend.arena import HUGE_PAGE, Arena, BufferPool
 from lmcache_hs_backend.format.pages import ALIGN
+from lmcache_hs_backend.tiers.memory.arena import HUGE_PAGE, Arena
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
+from lmcache_hs_backend.tiers.state.slots import FreeList
 
 
 @settings(deadline=None, max_examples=150)
@@ -23,38 +26,42 @@ from lmcache_hs_backend.format.pages import ALIGN
     seed=st.integers(),
 )
 def test_slots_never_overlap_and_free_memory_joins(pages: int, steps: list[tuple[bool, int, int]], seed: int) -> None:
-    arena = Arena(pages * ALIGN)
+    free_list = FreeList(pages * ALIGN)
     choose = random.Random(seed)
     held: list[tuple[int, int]] = []
     for give_back, size, count in steps:
         if give_back and held:
-            arena.free(*held.pop(choose.randrange(len(held))))
+            free_list.free(*held.pop(choose.randrange(len(held))))
         else:
             nbytes = size * ALIGN
-            offsets = arena.allocate(nbytes, count)
+            offsets = free_list.allocate(nbytes, count)
             assert len(offsets) <= count
             held += [(offset, nbytes) for offset in offsets]
         spans = sorted(held)
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
-        assert all(0 <= a <= arena.capacity - n and a % ALIGN == 0 for a, n in spans)
-        assert arena.free_bytes == arena.capacity - sum(n for _, n in held)
+        assert all(0 <= a <= free_list.capacity - n and a % ALIGN == 0 for a, n in spans)
+        assert free_list.free_bytes == free_list.capacity - sum(n for _, n in held)
     for slot in held:
-        arena.free(*slot)
-    assert arena.allocate(arena.capacity) == [0], "everything joins into one run again"
+        free_list.free(*slot)
+    assert free_list.allocate(free_list.capacity) == [0], "everything joins into one run again"
 
 
 def test_neighbours_are_given_out_together() -> None:
-    arena = Arena(16 * ALIGN)
-    offsets = arena.allocate(2 * ALIGN, 8)
+    free_list = FreeList(16 * ALIGN)
+    offsets = free_list.allocate(2 * ALIGN, 8)
     assert offsets == list(range(0, 16 * ALIGN, 2 * ALIGN))
     for offset in offsets[2:6]:
-        arena.free(offset, 2 * ALIGN)
-    assert arena.allocate(2 * ALIGN, 4) == offsets[2:6]
+        free_list.free(offset, 2 * ALIGN)
+    assert free_list.allocate(2 * ALIGN, 4) == offsets[2:6]
 
 
 def test_a_pool_without_a_page_is_refused() -> None:
     with pytest.raises(ValueError, match="4095"):
-        Arena(4095)
+        FreeList(4095)
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @pytest.mark.parametrize("odd_pages", [0, 1, 255, 511])
@@ -63,13 +70,13 @@ def test_memory_for_a_huge_page_begins_where_one_does(odd_pages: int) -> None:
     nbytes = 3 * HUGE_PAGE + odd_pages * ALIGN
     between = BufferPool(0).get(ALIGN)  # so that the next mappings do not happen to begin on such a boundary
     arena = Arena(nbytes)
-    (slot,) = arena.allocate(HUGE_PAGE)
+    (slot,) = FreeList(nbytes).allocate(HUGE_PAGE)
     result = BufferPool(0).get(nbytes).rows(nbytes // ALIGN, ALIGN, torch.uint8)
-    assert arena.rows_at(slot, 1, HUGE_PAGE, torch.uint8).data_ptr() % HUGE_PAGE == 0
+    assert address_of(arena.bytes_at(slot, HUGE_PAGE)) % HUGE_PAGE == 0
     assert result.data_ptr() % HUGE_PAGE == 0
-    assert arena.capacity == nbytes == result.nbytes
+    assert arena.mapped_bytes == nbytes == result.nbytes
     result.fill_(1)
-    arena.rows_at(0, 1, nbytes, torch.uint8).fill_(2)
+    arena.bytes_at(0, nbytes)[:] = bytes([2]) * nbytes
     assert bool((result == 1).all())
     del between
 

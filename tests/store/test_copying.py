@@ -8,9 +8,15 @@ import time
 import pytest
 import torch
 
-from lmcache_hs_backend.tiers import copying
-from lmcache_hs_backend.tiers.copying import Crew, copy_alone, work_alone
-from lmcache_hs_backend.tiers.mover import Mover
+from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.pages import ALIGN
+from lmcache_hs_backend.metrics import Metrics
+from lmcache_hs_backend.tiered import all_present
+from lmcache_hs_backend.tiers.flows.copier import Copier
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
+from lmcache_hs_backend.tiers.memory import copies
+from lmcache_hs_backend.tiers.memory.copies import copy_alone, work_alone
 
 
 def on_a_thread(call):
@@ -61,62 +67,72 @@ SHAPES = [
 
 
 @pytest.fixture
-def mover():
-    lock = threading.Lock()
-    mover = Mover(lock, 3, lambda: pytest.fail("an I/O thread has crashed"), work_alone)
-    yield mover
-    mover.stop()
-    assert mover.join(time.monotonic() + 10)
+def core(tmp_path):
+    return Core(TieredConfig(cold_path=str(tmp_path)), ALIGN, all_present, Metrics())
+
+
+@pytest.fixture
+def io(core):
+    io = IoThreads(core, 3)
+    yield io
+    io.stop()
+    assert io.join(time.monotonic() + 10)
+    assert core.metrics.snapshot()["errors_internal"] == 0, "no I/O thread has crashed"
+
+
+@pytest.fixture
+def copier(core, io):
+    return Copier(core.arena, io)
 
 
 @pytest.mark.parametrize("reading", [True, False])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_a_crew_copies_every_row_once_whatever_its_pieces_are(mover, shapes, reading):
+def test_a_crew_copies_every_row_once_whatever_its_pieces_are(copier, shapes, reading):
     sources = [torch.randn(shape).bfloat16() for shape in shapes]
     targets = [torch.full(shape, float("nan")) for shape in shapes]
     threads = torch.get_num_threads()
     for _ in range(5):
-        Crew(mover, 3).copy(list(zip(targets, sources, strict=True)), reading=reading)
+        copier.copy(list(zip(targets, sources, strict=True)), reading=reading)
     assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
     assert torch.get_num_threads() == threads, "the caller's threads are its own again"
 
 
-def test_a_copy_that_fails_is_the_callers_error_and_nobody_works_on_behind_its_back(mover):
+def test_a_copy_that_fails_is_the_callers_error_and_nobody_works_on_behind_its_back(copier):
     good = [(torch.zeros(256, 4096), torch.ones(256, 4096)) for _ in range(6)]
     bad = (torch.zeros(256, 4096), torch.ones(255, 4096))
     with pytest.raises(RuntimeError):
-        Crew(mover, 3).copy([*good[:2], bad, *good[2:]])
+        copier.copy([*good[:2], bad, *good[2:]])
     before = [target.clone() for target, _ in good]
-    Crew(mover, 3).copy(good)  # whoever was still at work would have to end first
+    copier.copy(good)  # whoever was still at work would have to end first
     assert all(torch.equal(target, source) for target, source in good)
     assert all(bool((old == old.flatten()[0]).all()) for old in before), "no piece was left in the middle"
 
 
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("rows", [512, 8192], ids=["8 MiB", "128 MiB"])
-def test_while_an_io_thread_works_a_small_copy_waits_for_no_team(mover, monkeypatch, rows, busy):
+def test_while_an_io_thread_works_a_small_copy_waits_for_no_team(copier, io, monkeypatch, rows, busy):
     teams = []
     real = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *args: (teams.append(torch.get_num_threads()), real(*args))[1])
-    monkeypatch.setattr(copying, "_runtimes", list)  # threads cannot be limited: then it copies in serial slices
+    monkeypatch.setattr(copies, "_runtimes", list)  # threads cannot be limited: then it copies in serial slices
     source, target = torch.randn(rows, 4096), torch.zeros(rows, 4096)
     gate, begun = threading.Event(), threading.Event()
-    call = mover.call(lambda: begun.set() or gate.wait(20)) if busy else None
+    call = io.call(lambda: begun.set() or gate.wait(20)) if busy else None
     try:
         assert call is None or begun.wait(10)
-        Crew(mover, 3).copy([(target, source)])
+        copier.copy([(target, source)])
     finally:
         gate.set()
     assert torch.equal(target, source)
     assert (len(teams) > 1) == (busy and rows == 512 and torch.get_num_threads() > 1)
 
 
-def test_a_crew_whose_threads_are_all_busy_copies_without_them(mover):
+def test_a_crew_whose_threads_are_all_busy_copies_without_them(copier, io, core):
     gate = threading.Event()
-    calls = [mover.call(lambda: gate.wait(20)) for _ in range(3)]
+    calls = [io.call(lambda: gate.wait(20)) for _ in range(3)]
     source, target = torch.randn(4096, 4096), torch.zeros(4096, 4096)
-    Crew(mover, 3).copy(list(zip(target.split(512), source.split(512), strict=True)))
+    copier.copy(list(zip(target.split(512), source.split(512), strict=True)))
     assert torch.equal(target, source)
-    assert not mover._others, "nothing is left behind for threads that are busy"
+    assert not core.state.jobs.ready, "nothing is left behind for threads that are busy"
     gate.set()
     assert all(call.result(10) for call in calls)

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 from tests.support.prompts import *
 from lmcache_hs_backend.format.chunk_file import read, FileLayer
 from lmcache_hs_backend.format.reader import ColdTierReader
-from lmcache_hs_backend.arena import BufferPool
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.format.layout import scan_chunks, is_temporary
 
 cold_path, kills, fsync = {cold_path!r}, {kills}, {fsync}

@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lmcache_hs_backend.arena import BufferPool
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers import recovery
+from lmcache_hs_backend.tiers.flows import recover
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from tests.store.test_faults import tmpfs
 from tests.support.disks import FaultyDisk
 from tests.support.prompts import (
@@ -127,7 +127,7 @@ def test_a_chunk_that_is_stored_again_while_its_file_is_evicted_is_written_and_m
         flushing = threading.Thread(target=store.flush, args=(10,))
         flushing.start()
         assert disk.entered.wait(10)
-        (evicted,) = [name for name in p.names if store.debug.chunk(name) is None]
+        (evicted,) = [name for name in p.names if store.has(name, 0) == (False, False)]
         assert store.store(p.refs, p.bytes, {0: x}) == 1
         disk.open_gate()
         flushing.join()
@@ -278,12 +278,12 @@ def test_nothing_of_our_own_is_evicted_before_it_is_known_how_large_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    scan_folder = recovery.scan_folder
+    scan_folder = recover.scan_folder
     with opened(tmp_path, chunks=64) as store:
         p = prompt(40)
         store.store(p.refs, p.bytes, {0: rows(40 * CHUNK)})
         assert store.flush(10) == 0
-    monkeypatch.setattr(recovery, "scan_folder", lambda folder: (go.wait(), scan_folder(folder))[1])
+    monkeypatch.setattr(recover, "scan_folder", lambda folder: (go.wait(), scan_folder(folder))[1])
 
     class AtTheFloor(FaultyDisk):
         def statvfs(self, path: str) -> Any:
@@ -312,8 +312,8 @@ def test_nothing_of_our_own_is_evicted_before_it_is_known_how_large_it_is(
 
 def test_a_disk_that_hangs_at_the_start_holds_up_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    scan_flat = recovery.scan_flat
-    monkeypatch.setattr(recovery, "scan_flat", lambda folder: (go.wait(), scan_flat(folder))[1])
+    scan_flat = recover.scan_flat
+    monkeypatch.setattr(recover, "scan_flat", lambda folder: (go.wait(), scan_flat(folder))[1])
     store = TieredStore(settings(tmp_path, store_wait_ms=60_000, read_timeout_sec=0.5), 8 * LAYER_BYTES, IDENT)
     try:
         for _ in range(4):
@@ -337,7 +337,7 @@ def test_a_cold_path_that_cannot_be_listed_costs_only_the_count_of_other_namespa
     def refused(path: str) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(recovery, "namespaces", refused)
+    monkeypatch.setattr(recover, "namespaces", refused)
     with opened(tmp_path) as store:  # waits until it has recovered
         assert store.covered(p.names, [0]) == 2
         assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
@@ -348,9 +348,9 @@ def test_a_cold_path_that_cannot_be_listed_costs_only_the_count_of_other_namespa
 def by_and_by(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """The start finds names when the first of these is set, and sizes when the second is."""
     names, sizes = threading.Event(), threading.Event()
-    chunk_names, scan_folder = recovery.chunk_names, recovery.scan_folder
-    monkeypatch.setattr(recovery, "chunk_names", lambda folder: (names.wait(), chunk_names(folder))[1])
-    monkeypatch.setattr(recovery, "scan_folder", lambda folder: (sizes.wait(), scan_folder(folder))[1])
+    chunk_names, scan_folder = recover.chunk_names, recover.scan_folder
+    monkeypatch.setattr(recover, "chunk_names", lambda folder: (names.wait(), chunk_names(folder))[1])
+    monkeypatch.setattr(recover, "scan_folder", lambda folder: (sizes.wait(), scan_folder(folder))[1])
     return names, sizes
 
 
@@ -453,8 +453,8 @@ def test_a_header_that_somebody_has_read_meanwhile_is_not_read_again(
 ) -> None:
     p, x = prompt(2), rows(2 * CHUNK)
     stored(tmp_path, p, {0: x})
-    go, read_batch = threading.Event(), recovery.Recovery._read_batch
-    monkeypatch.setattr(recovery.Recovery, "_read_batch", lambda self, batch: (go.wait(), read_batch(self, batch))[1])
+    go, read_batch = threading.Event(), recover.Recover._read_batch
+    monkeypatch.setattr(recover.Recover, "_read_batch", lambda self, batch: (go.wait(), read_batch(self, batch))[1])
     store = TieredStore(settings(tmp_path, write_back_sec=3600), 8 * LAYER_BYTES, IDENT)
     try:
         size = sum(path.stat().st_size for path in chunk_files(tmp_path))
@@ -588,6 +588,7 @@ def test_a_moment_without_memory_for_a_merge_costs_no_rows_and_no_core(
         assert torch.equal(store.retrieve(p.refs, [0, 1], None)[1], x)
 
 
+@pytest.mark.timing
 def test_a_close_ends_in_time_though_many_uses_are_not_saved_yet(tmp_path: Path) -> None:
     class SlowTimes(FaultyDisk):
         slow = 0.0

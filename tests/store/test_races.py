@@ -18,7 +18,8 @@ import torch
 from lmcache_hs_backend.chunk import LayerSpec, Presence, token_bytes
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header, write
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.reads import Read, Waiter
+from lmcache_hs_backend.tiers.flows.read import PendingReads, ReadJob, Reads
+from lmcache_hs_backend.tiers.memory.copies import CopyRows
 from tests.support.disks import FaultyDisk
 from tests.support.prompts import (
     CHUNK,
@@ -175,7 +176,7 @@ def test_a_chunk_that_arrives_damaged_once_is_read_again_and_served(
         p, x = on_disk(store, 4)
         disk.flips = 1
         if not by_caller:
-            monkeypatch.setattr(Waiter, "has", lambda self, _: bool(self.result))
+            monkeypatch.setattr(PendingReads, "has", lambda self, _: bool(self.result))
         assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
         assert (disk.calls["preadv"], disk.flips) == (5, 0)
         stats = store.stats()
@@ -242,7 +243,7 @@ def test_an_error_in_the_callers_half_ends_all_its_reads(tmp_path: Path, monkeyp
         p, x = on_disk(store, 6)
         with monkeypatch.context() as patch:
             too_narrow = {0: torch.zeros(6 * CHUNK, HIDDEN - 1)}
-            patch.setattr(store._serve, "_outputs", lambda *_: too_narrow)
+            patch.setattr(store._retrieve, "_outputs", lambda *_: too_narrow)
             with pytest.raises(RuntimeError):
                 store.retrieve(p.refs, [0])
         wait_until(lambda: not store.debug.busy())
@@ -255,21 +256,21 @@ def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
 ) -> None:
     with opened(tmp_path, read_timeout_sec=20) as store:
         p, x = on_disk(store, 6)
-        copy, fetch = Read._copy, Read._fetch
+        copy, fetch = Reads._copy, Reads._fetch
 
-        def fetch_late(self: Read) -> str | None:
-            miss = fetch(self)
-            wait_until(lambda: self._waiter is not None and bool(self._waiter.result))
+        def fetch_late(self: Reads, read: ReadJob) -> str | None:
+            miss = fetch(self, read)
+            wait_until(lambda: read.pending is not None and bool(read.pending.result))
             return miss
 
-        def fail(self: Read, waiter: Waiter, how: Any) -> None:
-            if self.position == 3:
+        def fail(self: Reads, read: ReadJob, pending: PendingReads, how: CopyRows) -> None:
+            if read.position == 3:
                 raise RuntimeError("on purpose")
-            copy(self, waiter, how)
+            copy(self, read, pending, how)
 
-        monkeypatch.setattr(Read, "_copy", fail)
-        monkeypatch.setattr(Read, "_fetch", fetch_late)
-        monkeypatch.setattr(Read, "_is_for", lambda self, waiter: False)  # the I/O threads do it all
+        monkeypatch.setattr(Reads, "_copy", fail)
+        monkeypatch.setattr(Reads, "_fetch", fetch_late)
+        monkeypatch.setattr(Reads, "_is_for_caller", lambda self, read: False)  # the I/O threads do it all
         started = time.monotonic()
         assert torch.equal(store.retrieve(p.refs, [0])[0], x[: 3 * CHUNK].float())
         assert time.monotonic() - started < 10
@@ -302,14 +303,14 @@ def test_a_caller_that_is_interrupted_with_a_read_in_hand_ends_it(
 ) -> None:
     with opened(tmp_path) as store:
         p, x = on_disk(store, 6)
-        finish = Read.finish
+        finish = Reads.finish
 
-        def interrupted(self: Read, *how: Any) -> bool:
-            monkeypatch.setattr(Read, "finish", finish)
+        def interrupted(self: Reads, *how: Any) -> bool:
+            monkeypatch.setattr(Reads, "finish", finish)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Read, "finish", interrupted)
-        monkeypatch.setattr(Read, "_is_for", lambda self, waiter: self.miss is None)
+        monkeypatch.setattr(Reads, "finish", interrupted)
+        monkeypatch.setattr(Reads, "_is_for_caller", lambda self, read: read.miss is None)
         with pytest.raises(KeyboardInterrupt):
             store.retrieve(p.refs, [0])
         wait_until(lambda: not store.debug.busy())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.recovery import Recovery
+from lmcache_hs_backend.tiers.flows.recover import Recover
 from tests.support.disks import FaultyDisk
 from tests.support.prompts import (
     CHUNK,
@@ -54,13 +54,13 @@ def left(tmp_path: Path) -> list[tuple[Prompt, torch.Tensor]]:
 @pytest.fixture
 def between(tmp_path: Path, left: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Between]:
     gate = threading.Event()
-    scan: Callable[..., object] = Recovery._scan_own
+    scan: Callable[..., object] = Recover._scan_own
 
-    def scan_later(recovery: Recovery, folders: list[str]) -> object:
+    def scan_later(recovery: Recover, folders: list[str]) -> object:
         assert gate.wait(20)
         return scan(recovery, folders)
 
-    monkeypatch.setattr(Recovery, "_scan_own", scan_later)
+    monkeypatch.setattr(Recover, "_scan_own", scan_later)
     store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
     try:
         wait_until(lambda: len(store) == 8)
@@ -121,13 +121,13 @@ def test_what_was_cleared_before_it_was_found_does_not_come_back_with_what_is_st
     tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    scan: Callable[..., object] = Recovery._scan_top
+    scan: Callable[..., object] = Recover._scan_top
 
-    def scan_later(recovery: Recovery) -> object:
+    def scan_later(recovery: Recover) -> object:
         assert gate.wait(20)
         return scan(recovery)
 
-    monkeypatch.setattr(Recovery, "_scan_top", scan_later)
+    monkeypatch.setattr(Recover, "_scan_top", scan_later)
     p = left[0][0]
     store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
     try:
@@ -154,13 +154,13 @@ def test_recovery_leaves_a_file_alone_that_is_being_written(
     tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    scan: Callable[..., object] = Recovery._scan_aside
+    scan: Callable[..., object] = Recover._scan_archive
 
-    def scan_later(recovery: Recovery) -> object:
+    def scan_later(recovery: Recover) -> object:
         assert gate.wait(20)
         return scan(recovery)
 
-    monkeypatch.setattr(Recovery, "_scan_aside", scan_later)
+    monkeypatch.setattr(Recover, "_scan_archive", scan_later)
     config = settings(tmp_path, on_kv_gone="archive", write_back_sec=3600, clean_fraction=0, read_timeout_sec=30)
     store = TieredStore(config, 8 * LAYER_BYTES, IDENT, files=disk)
     try:

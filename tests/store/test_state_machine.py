@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers import index
+from lmcache_hs_backend.tiers.state import orders
 from tests.support.disks import INJECTED, FaultyDisk
 from tests.support.prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, check_balance, honest_rows
 from tests.support.prompts import settings as store_settings
@@ -57,7 +57,7 @@ class TwoTiers(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="hs-state-"))
         self.disk = FaultyDisk()
         self.clock = Clock()
-        index.time = self.clock  # type: ignore[assignment]
+        orders.time = self.clock  # type: ignore[assignment]
         self.kv: dict[object, Presence] = {}
         self.sure: set[tuple[bytes, int]] = set()  # (chunk, layer) that must be there
         self.damaged: set[str] = set()
@@ -239,7 +239,7 @@ class TwoTiers(RuleBasedStateMachine):
             assert self.store.stats()["errors_internal"] == 0
         finally:
             self.store.close()
-            index.time = time  # type: ignore[assignment]
+            orders.time = time  # type: ignore[assignment]
             shutil.rmtree(self.root)
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hs_backend.arena import Arena
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.layout import LOCK, RECORD
-from lmcache_hs_backend.tiers import index
+from lmcache_hs_backend.tiers.memory.arena import Arena
+from lmcache_hs_backend.tiers.state import orders
 from tests.support.disks import INJECTED, FaultyDisk
 from tests.support.prompts import (
     CHUNK,
@@ -219,7 +219,7 @@ def test_a_clock_that_was_set_back_between_two_runs_only_spoils_the_order(
             return time.time_ns() + 400 * 86400 * 10**9
 
     with monkeypatch.context() as patch:
-        patch.setattr(index, "time", NextYear)
+        patch.setattr(orders, "time", NextYear)
         with opened(tmp_path) as store:
             p, x = on_disk(store, 3)
     INJECTED["clock step"] += 1

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers import cleaner
+from lmcache_hs_backend.tiers.state import writing
 from tests.support.prompts import (
     CHUNK,
     HIDDEN,
@@ -221,7 +221,7 @@ def test_the_cleaner_works_ahead_so_that_eviction_is_only_a_free(tmp_path: Path)
 def test_what_arrives_faster_than_it_settles_is_written_before_a_store_has_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cleaner, "SETTLE_SEC", FOREVER)
+    monkeypatch.setattr(writing, "COALESCE_SEC", FOREVER)
     with opened(tmp_path, chunks=8, clean_fraction=0.5, write_back_sec=FOREVER, store_wait_ms=0) as store:
         p = prompt(4)
         store.store(p.refs, p.bytes, {0: rows(4 * CHUNK)})

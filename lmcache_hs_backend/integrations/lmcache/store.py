@@ -281,6 +281,10 @@ class TieredHiddenStateStore:
         """All figures by name, as ``TieredStore.stats`` has them."""
         return self.tiers.stats()
 
+    def check(self) -> list[str]:
+        """Every violated invariant of the tiers, each as one sentence; empty when all hold. Takes time; for support."""
+        return self.tiers.check()
+
     @property
     def debug(self) -> StoreDebug:
         """A look inside, for tests, benchmarks and support sessions; not for serving."""

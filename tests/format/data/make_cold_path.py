@@ -25,8 +25,8 @@ from lmcache_hs_backend.integrations.vllm.records import RecordWriter
 
 from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.namespace import NamespaceId
 
 HERE = Path(__file__).parent
 CHUNK, HIDDEN = 16, 24

@@ -16,7 +16,8 @@ import logging
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Executor
+from typing import Any
 
 import aiofiles
 
@@ -24,13 +25,10 @@ from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.layout import LOCK, RECORD, temporary_name
 from lmcache_hs_backend.format.namespace import NamespaceId, NamespaceRecordError, read_record
 
-if TYPE_CHECKING:
-    from lmcache_hs_backend.tiers.mover import Executor
-
 logger = logging.getLogger(__name__)
 
 #: A dying process, or one that evicts from a dead namespace, holds the lock for a moment.
-LOCK_PATIENCE_SEC = 1.0
+_LOCK_TIMEOUT_SEC = 1.0
 
 
 def make_directories(path: str, mode: int) -> None:
@@ -40,7 +38,7 @@ def make_directories(path: str, mode: int) -> None:
     parent = os.path.dirname(path)
     if parent != path:
         make_directories(parent, mode)
-    with contextlib.suppress(FileExistsError):  # another process made it meanwhile
+    with contextlib.suppress(FileExistsError):  # another process has just made it
         os.mkdir(path, mode)
         os.chmod(path, mode)  # whatever the umask: the setting is about these directories alone
 
@@ -66,8 +64,8 @@ class NamespaceLock:
         self._locked = locked.st_dev, locked.st_ino
         _held.add(self)
 
-    def check(self) -> None:
-        """Raise NotOurs unless it is still this lock that protects the directory; OSError where nobody can say."""
+    def verify(self) -> None:
+        """Raise NotOurs unless this lock still protects the directory, OSError when that cannot be found out."""
         try:
             there = os.lstat(self._path)
         except FileNotFoundError:
@@ -77,7 +75,7 @@ class NamespaceLock:
 
     @classmethod
     def take(cls, directory: str) -> NamespaceLock | None:
-        """Lock a directory, or None when somebody holds it. Raises OSError."""
+        """Lock a directory, or None when another process holds it. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(os.path.join(directory, LOCK), flags, 0o666)
         try:
@@ -90,37 +88,38 @@ class NamespaceLock:
         return cls(fd, directory)
 
     def close(self) -> None:
+        """Give the lock up. May be called again."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
-    __del__ = close  # one that is taken after its taker has lost patience belongs to nobody
+    __del__ = close  # also one that was taken after the call that wanted it had given up
 
 
 # A forked child shares the lock's open file; it must not keep the lock after its parent is gone.
 _held: weakref.WeakSet[NamespaceLock] = weakref.WeakSet()
 
 
-def _let_go() -> None:
+def _release_in_child() -> None:
     for lock in list(_held):
         lock.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
-class Namespace:
+class OwnedNamespace:
     """The directory that this process owns, locked and described."""
 
     def __init__(self, directory: str, lock: NamespaceLock) -> None:
         self.directory = directory
         self._lock = lock
-        self.check = lock.check
+        self.verify_lock = lock.verify
 
     @classmethod
     async def open(
         cls, cold_path: str, ident: NamespaceId, *, on_locked: str, mode: int, label: str, executor: Executor
-    ) -> Namespace:
+    ) -> OwnedNamespace:
         """Create what is missing, lock, and describe. Raises ConfigError naming the setting and the path.
 
         A namespace held by another process: ``on_locked`` ``subdir`` takes the first free ``p1``, ``p2``, …
@@ -128,7 +127,7 @@ class Namespace:
         """
         loop = asyncio.get_running_loop()
         root = os.path.join(cold_path, ident.directory)
-        deadline = time.monotonic() + LOCK_PATIENCE_SEC
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SEC
         try:
             for number in range(10_000):
                 directory = root if number == 0 else os.path.join(root, f"p{number}")
@@ -173,6 +172,7 @@ class Namespace:
         await loop.run_in_executor(executor, os.replace, temporary, path)
 
     def close(self) -> None:
+        """Give the directory up."""
         self._lock.close()
 
 

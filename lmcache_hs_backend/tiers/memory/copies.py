@@ -1,15 +1,13 @@
-"""Copies of rows in memory: by torch's own threads, or piece by piece by the caller and idle I/O threads.
+"""Copies of rows in memory, by torch's team of threads or piece by piece by whichever thread has time.
 
 torch copies a large tensor with a team of OpenMP threads: one more core for one copy, at the price of waiting for
 the slowest of them, and of threads that spin for more work afterwards. Where cores are busy, which on a server is
-the rule, the price is a turn of the scheduler for *each* copy: 16 scattered chunks took 116 ms instead of 10. So
-teams are for few copies, or large ones; of many small ones, whoever has time takes the next. I/O threads form no
-teams either, and neither does a caller beside them: they would get in the way of reading. While they work on something
-else, a small copy is not worth a team either: it saves less than the turn that waiting for one member may cost, and
-the other members go on spinning on cores that the I/O threads then take from the caller.
+the rule, the price is a time slice for *each* copy: 16 scattered chunks took 116 ms instead of 10. So teams are for
+few copies, or large ones; of many small ones, whichever thread has time takes the next (``SharedCopies``).
 
 The size of a team is a property of the thread that forms it (OpenMP's nthreads-var). ``torch.set_num_threads`` also
-changes what threads to come start with, so OpenMP is asked directly. This module knows nothing of chunks.
+changes what threads to come start with, so OpenMP is asked directly. Which thread copies what is decided in
+``flows.copier``; this module knows nothing of chunks, files or threads' work.
 """
 
 from __future__ import annotations
@@ -24,91 +22,59 @@ from queue import SimpleQueue
 
 import torch
 
-from lmcache_hs_backend.tiers.mover import FileOp, Mover
-
 #: Where the rows go, and where they come from; both ``[num_tokens, hidden_dim]``.
-Pair = tuple[torch.Tensor, torch.Tensor]
+CopyPair = tuple[torch.Tensor, torch.Tensor]
 #: Copies the second into the first, converting.
-Copy = Callable[[torch.Tensor, torch.Tensor], object]
+CopyRows = Callable[[torch.Tensor, torch.Tensor], object]
 
 #: OpenMP runtimes that builds of torch link, by the names under which the loader knows them.
 _RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so", "libomp.dylib")
 #: at::internal::GRAIN_SIZE: smaller tensors are copied by the calling thread.
 _SERIAL_NUMEL = 32768
-#: So few copies that forming a team for each does not count.
-_FEW_PAIRS = 4
-#: So large that forming a team for it does not count: one thread takes a turn of the scheduler, 3 or 4 ms, for it.
-_TEAM_BYTES = 32 << 20
 #: Bytes that a thread takes at a time: enough to be worth waking one, little enough to end together.
 _PIECE_BYTES = 4 << 20
 
 
-class Crew:
-    """Whoever copies: the caller, and those I/O threads that have nothing to read or write."""
+class SharedCopies:
+    """Pieces of a copy that several threads take one by one. Taking one is atomic, and its taker finishes it."""
 
-    def __init__(self, mover: Mover, threads: int) -> None:
-        """``threads``: how many the mover has."""
-        self._mover = mover
-        self._threads = threads
-
-    def copy(self, pairs: Sequence[Pair], *, reading: bool = False) -> None:
-        """Copy all of them, converting. ``reading``: I/O threads read for the caller, who keeps out of their way.
-
-        Raises what a copy raises, when nobody works on any of them any more.
-        """
-        if not reading and self._mover.working and sum(map(_nbytes, pairs)) < _TEAM_BYTES:
-            with alone():
-                _copy(pairs)
-            return
-        if not reading and (len(pairs) <= _FEW_PAIRS or all(_nbytes(pair) >= _TEAM_BYTES for pair in pairs)):
-            for target, source in pairs:  # in the caller's mode, as the result was made
-                target.copy_(source)
-            return
-        pieces = _pieces(pairs)
-        helpers = min(len(pieces), torch.get_num_threads(), self._threads + 1) - 1
-        work = _Work(pieces)
-        if helpers > 0:
-            self._mover.enlist([_Help(work) for _ in range(helpers)], only_idle=not reading)
-        with alone():
-            work.finish()
-
-
-class _Work:
-    """Pieces that wait for somebody to copy them. Taking one is atomic, and whoever takes one finishes it."""
-
-    def __init__(self, pieces: Sequence[Sequence[Pair]]) -> None:
+    def __init__(self, pieces: Sequence[Sequence[CopyPair]]) -> None:
+        """See ``pieces_of``."""
         self._left = deque(pieces)
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._others = len(pieces)  # how many pieces the caller has not taken
 
     def help(self) -> None:
-        """Take pieces as long as there are any, on a thread of ours."""
+        """Take pieces as long as there are any, on an I/O thread."""
         while True:
             try:
                 piece = self._left.popleft()
             except IndexError:
                 return
             try:
-                _copy(piece)
+                copy_all(piece)
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller
                 self._done.put(error)
             else:
                 self._done.put(None)
 
     def finish(self) -> None:
-        """Take pieces as well, on the caller's thread, and wait for those that others have taken."""
+        """Take pieces as well, on the caller's thread, and wait for those that others have taken.
+
+        Raises what a copy has raised, when no thread works on any of them any more.
+        """
         try:
             while (piece := self._take()) is not None:
-                _copy(piece)
+                copy_all(piece)
         finally:
             while self._take() is not None:
-                pass  # after an error nobody begins another one
+                pass  # after an error no further piece is begun
             errors = [self._done.get() for _ in range(self._others)]
         for error in errors:
             if error is not None:
                 raise error
 
-    def _take(self) -> Sequence[Pair] | None:
+    def _take(self) -> Sequence[CopyPair] | None:
         try:
             piece = self._left.popleft()
         except IndexError:
@@ -117,19 +83,9 @@ class _Work:
         return piece
 
 
-class _Help(FileOp):
-    """An I/O thread lends a hand."""
-
-    def __init__(self, work: _Work) -> None:
-        self._work = work
-
-    def run(self) -> None:
-        self._work.help()
-
-
-def _pieces(pairs: Sequence[Pair]) -> list[list[Pair]]:
+def pieces_of(pairs: Sequence[CopyPair]) -> list[list[CopyPair]]:
     """The same copies in pieces of about _PIECE_BYTES: large ones cut, small ones together."""
-    pieces: list[list[Pair]] = []
+    pieces: list[list[CopyPair]] = []
     room = 0
     for target, source in pairs:
         row_bytes = _row_bytes((target, source))
@@ -145,17 +101,19 @@ def _pieces(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return pieces
 
 
-def _row_bytes(pair: Pair) -> int:
+def _row_bytes(pair: CopyPair) -> int:
     """Bytes of a row, on the side where it is larger."""
     target, source = pair
     return target.shape[1] * max(target.itemsize, source.itemsize)
 
 
-def _nbytes(pair: Pair) -> int:
+def pair_bytes(pair: CopyPair) -> int:
+    """Bytes that a copy moves, on the side where they are more."""
     return pair[0].shape[0] * _row_bytes(pair)
 
 
-def _copy(piece: Sequence[Pair]) -> None:
+def copy_all(piece: Sequence[CopyPair]) -> None:
+    """Copy each pair on the calling thread alone."""
     with torch.inference_mode():
         for target, source in piece:
             copy_serially(target, source)
@@ -173,7 +131,7 @@ def work_alone() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """The same for as long as the block runs, on a thread that is not ours."""
+    """The same for as long as the block runs, on a caller's thread."""
     threads = torch.get_num_threads()
     work_alone()
     try:

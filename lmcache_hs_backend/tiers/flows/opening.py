@@ -1,7 +1,7 @@
 """The steps of opening a store that touch its disk, and the recovery that follows. None may hang with the disk.
 
-Each runs on an I/O thread or in the background; a caller waits a bounded time. What is wrong becomes a
-ConfigError in the user's own words: the setting, its value, what is allowed.
+Each runs on an I/O thread or in the background; a caller waits a bounded time. What is wrong becomes a ConfigError in
+the user's own words: the setting, its value, what is allowed.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar, cast
 
 from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
 from lmcache_hs_backend.format.namespace import NamespaceId
-from lmcache_hs_backend.tiers.background import Background
-from lmcache_hs_backend.tiers.cleaner import Cleaner
-from lmcache_hs_backend.tiers.index import Standing
-from lmcache_hs_backend.tiers.mover import Executor, Mover
-from lmcache_hs_backend.tiers.namespace import Namespace
-from lmcache_hs_backend.tiers.pair import TierPair
-from lmcache_hs_backend.tiers.recovery import Recovery
+from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
+from lmcache_hs_backend.tiers.flows.background import Background
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
+from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
+from lmcache_hs_backend.tiers.flows.recover import Recover
 
 _TIMEOUT_SEC = 20.0
 _LOOK_AGAIN_SEC = 1.0
-_LOOK_AT_DEAD_SEC = 60.0
+_DEAD_SCAN_SEC = 60.0
+
+T = TypeVar("T")
 
 
 class Opening:
-    """Opens one store's directory. ``setting`` turns the name of a setting into what the user wrote."""
+    """Opens one store's directory."""
 
     def __init__(
-        self, config: TieredConfig, mover: Mover, background: Background, setting: Callable[[str], str]
+        self, config: TieredConfig, io: IoThreads, background: Background, setting: Callable[[str], str]
     ) -> None:
+        """``setting`` turns the name of a setting into what the user wrote."""
         self._config = config
-        self._mover = mover
+        self._io = io
         self._background = background
         self._setting = setting
 
-    def namespace(self, ident: NamespaceId, executor: Executor) -> Namespace:
-        """Create or find the namespace and lock it."""
+    def namespace(self, ident: NamespaceId, executor: IoExecutor) -> OwnedNamespace:
+        """Create or find the namespace and lock it. Raises ConfigError."""
         config = self._config
-        opening = Namespace.open(
+        opening = OwnedNamespace.open(
             config.cold_path, ident, on_locked=config.on_locked, mode=config.cold_dir_mode,
             label=self._setting("cold_path"), executor=executor,
         )  # fmt: skip
@@ -51,15 +54,15 @@ class Opening:
         except TimeoutError:
             raise self._no_answer() from None
 
-    def on_io_thread(self, call: Callable[[], None]) -> None:
-        """Look at the disk without hanging with it."""
+    def on_io_thread(self, call: Callable[[], T]) -> T:
+        """Ask the disk without hanging with it. Raises ConfigError when it does not answer, or what ``call`` raises."""
         try:
-            self._mover.call(call).result(_TIMEOUT_SEC)
+            return cast("T", self._io.call(call).result(_TIMEOUT_SEC))
         except FutureTimeoutError:
             raise self._no_answer() from None
 
     def check_size(self, directory: str) -> None:
-        """Compare the limits with the size of the filesystem."""
+        """Compare the limits with the size of the filesystem. Raises ConfigError."""
         disk = os.statvfs(directory)
         total = disk.f_blocks * disk.f_frsize
         for name, nbytes in (
@@ -72,31 +75,29 @@ class Opening:
                     f"the size in GB of the filesystem of {self._config.cold_path}"
                 )
 
-    async def recover(
-        self, pair: TierPair, cleaner: Cleaner, directory: str, executor: Executor, recovered: threading.Event
-    ) -> None:
+    async def recover(self, core: Core, room: MakeRoom, executor: IoExecutor, recovered: threading.Event) -> None:
         """Find what is there already, then look again for as long as the store is open. Runs in the background.
 
         Nothing is written before it is known what the disk holds. ``recovered`` is set when all headers are read.
         """
-        recovery = Recovery(pair, self._config.cold_path, directory, executor)
+        recover = Recover(core, room, self._config.cold_path, executor)
         try:
-            await recovery.scan()
+            await recover.scan()
         finally:
-            with pair.lock:
-                cleaner.enabled = True
-                pair.mover.wake()
-        await recovery.read_headers()
-        await recovery.trim()
+            with core.lock:
+                core.recovered = True
+                core.wake()
+        await recover.read_headers()
+        await recover.trim()
         recovered.set()
-        looked = time.monotonic()
+        scanned = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_AGAIN_SEC)
-            if pair.index.standings[Standing.UNREAD] and pair.cold.readable:
-                await recovery.read_headers()  # a disk that failed meanwhile is back
-            if time.monotonic() - looked > _LOOK_AT_DEAD_SEC:
-                looked = time.monotonic()
-                await recovery.forget_revived()
+            if core.state.orders.unread_files and core.disk.health.readable:
+                await recover.read_headers()  # a disk that had failed is back
+            if time.monotonic() - scanned > _DEAD_SCAN_SEC:
+                scanned = time.monotonic()
+                await recover.refresh_dead()
 
     def _no_answer(self) -> ConfigError:
         return ConfigError(

@@ -1,9 +1,9 @@
 """The health of the disk under the cold tier: online, paused, offline, and how it comes back.
 
-A disk that has no room is *paused*: it is read, not written. A disk that fails or hangs is *offline*: it is
-left alone, but for one thread at a time that tries whether it is back. Whoever does I/O reports here what
-went wrong; everybody else only asks ``readable`` and ``writable``. Each trouble is one WARNING when it
-begins and one INFO when it is over, however often it is tried meanwhile.
+A disk that has no room is *paused*: it is read, not written. A disk that fails or hangs is *offline*: it is left
+alone, but for one thread at a time that tries whether it is back. Code that does I/O reports here what went wrong;
+all other code only asks ``readable`` and ``writable``, which need no lock. Each failure is one WARNING when it begins
+and one INFO when it is over, however often it is tried in between.
 """
 
 from __future__ import annotations
@@ -36,28 +36,20 @@ class ColdState(Enum):
 
 
 class DiskHealth:
-    """The state of one disk. The store's lock guards it; it takes the lock itself."""
+    """The state of one disk."""
 
-    def __init__(
-        self,
-        directory: str,
-        files: FileLayer,
-        lock: threading.Lock,
-        metrics: Metrics,
-        on_change: Callable[[], None],
-        check_ours: Callable[[], None],
-    ) -> None:
-        """``on_change`` is told of every change of ``state``, under the lock; ``check_ours`` raises OSError when the
-        directory is no longer ours, which no answer of the disk makes good.
+    def __init__(self, directory: str, files: FileLayer, metrics: Metrics, verify_lock: Callable[[], None]) -> None:
+        """``verify_lock`` raises OSError when the directory is no longer ours: then the disk is not back, whatever
+        else it answers.
         """
         self.state = ColdState.ONLINE
+        self.changes = 0  # how often the state has changed: a waiter that sees another number looks again
         self._directory = directory
-        self._files = files
-        self._lock = lock
+        self.files = files
         self._metrics = metrics
-        self._on_change = on_change
-        self._check_ours = check_ours
-        self._troubled = False  # from the first report of a trouble until a write has succeeded again
+        self._verify_lock = verify_lock
+        self._changing = threading.Lock()  # guards the fields below and every change of state; held for nothing else
+        self._failing = False  # from the first report of a failure until a write has succeeded again
         self._resume_at = 0.0
         self._pause_sec, self._probe_sec = PAUSE_SEC[0], PROBE_SEC[0]
         self._probe: threading.Thread | None = None
@@ -73,11 +65,11 @@ class DiskHealth:
     def failed(self, what: str, error: OSError) -> None:
         """A read or a write (``what``) was refused by the system: offline."""
         self._metrics.add(f"errors_{what}")
-        self._go_offline(f"cannot {what}: {error}")
+        self.go_offline(f"cannot {what}: {error}")
 
     def pause(self, why: str) -> None:
         """There is no room: no writes for a while, longer each time until one succeeds."""
-        with self._lock:
+        with self._changing:
             if self.state is not ColdState.ONLINE:
                 return
             self._resume_at = time.monotonic() + self._pause_sec
@@ -88,27 +80,33 @@ class DiskHealth:
     def wrote(self) -> None:
         """A write has succeeded: whatever was wrong is over."""
         self._pause_sec, self._probe_sec = PAUSE_SEC[0], PROBE_SEC[0]
-        if self._troubled:
-            self._troubled = False
+        if self._failing:
+            self._failing = False
             logger.info("cold tier %s takes writes again", self._directory)
 
+    def resume_now(self) -> None:
+        """End a pause, or probe an offline disk, at the next ``check`` and not when its time has come."""
+        with self._changing:
+            self._resume_at = 0.0
+
     def check(self, stuck: int) -> None:
-        """Called every moment, with the number of operations that do not return."""
+        """Called a few times a second, with the number of operations that do not return."""
         now = time.monotonic()
         if stuck and self.readable:
-            self._go_offline(f"{stuck} file operation(s) have not returned in read_timeout_sec")
+            self.go_offline(f"{stuck} file operation(s) have not returned in read_timeout_sec")
         if self.state is ColdState.ONLINE or now < self._resume_at:
             return
         if self.state is ColdState.PAUSED:
-            with self._lock:
+            with self._changing:
                 self._change(ColdState.ONLINE)
         elif not stuck and (self._probe is None or not self._probe.is_alive()):
             # A thread of its own, one at a time: the I/O threads may all be stuck in the same disk.
             self._probe = threading.Thread(target=self._try_disk, name="hs-probe", daemon=True)
             self._probe.start()
 
-    def _go_offline(self, why: str) -> None:
-        with self._lock:
+    def go_offline(self, why: str) -> None:
+        """The disk fails: neither reads nor writes until a probe succeeds."""
+        with self._changing:
             if self.state is ColdState.OFFLINE:
                 return
             self._try_again_later()
@@ -116,12 +114,12 @@ class DiskHealth:
         self._warn("cold tier %s is offline: %s. Hidden states stay in RAM only until it answers again.", why)
 
     def _warn(self, text: str, why: str) -> None:
-        logger.log(logging.DEBUG if self._troubled else logging.WARNING, text, self._directory, why)
-        self._troubled = True
+        logger.log(logging.DEBUG if self._failing else logging.WARNING, text, self._directory, why)
+        self._failing = True
 
     def _change(self, state: ColdState) -> None:
         self.state = state
-        self._on_change()
+        self.changes += 1
 
     def _try_again_later(self) -> None:
         self._resume_at = time.monotonic() + self._probe_sec
@@ -130,23 +128,23 @@ class DiskHealth:
     def _try_disk(self) -> None:
         path = os.path.join(self._directory, temporary_name("probe"))
         try:
-            self._check_ours()
-            fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._verify_lock()
+            fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                self._files.pwritev(fd, [b"hs"], 0)
-                self._files.fdatasync(fd)
-                self._files.preadv(fd, [bytearray(2)], 0)
+                self.files.pwritev(fd, [b"hs"], 0)
+                self.files.fdatasync(fd)
+                self.files.preadv(fd, [bytearray(2)], 0)
             finally:
-                self._files.close(fd)
-                self._files.unlink(path)
+                self.files.close(fd)
+                self.files.unlink(path)
         except OSError as error:
             if error.errno in NO_SPACE:  # it answers: what it holds can be read, and evicted
-                with self._lock:
+                with self._changing:
                     self._resume_at = time.monotonic() + self._pause_sec
                     self._change(ColdState.PAUSED)
                 return
             logger.debug("the disk is not back: %s", error)
             self._try_again_later()
             return
-        with self._lock:
+        with self._changing:
             self._change(ColdState.ONLINE)

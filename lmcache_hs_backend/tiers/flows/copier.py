@@ -1,0 +1,103 @@
+"""Rows between callers' tensors and the hot tier: which thread copies them.
+
+The caller copies, and I/O threads that have nothing to read or write help. I/O threads form no teams of OpenMP
+threads, and neither does a caller beside them: they would get in the way of reading. While they work on something
+else, a small copy is not worth a team either: it saves less than the time slice that waiting for one member may cost,
+and the other members go on spinning on cores that the I/O threads then take from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
+from lmcache_hs_backend.tiers.memory.arena import Arena
+from lmcache_hs_backend.tiers.memory.copies import (
+    CopyPair,
+    SharedCopies,
+    alone,
+    copy_all,
+    pair_bytes,
+    pieces_of,
+)
+from lmcache_hs_backend.tiers.memory.runs import Move, copy_pairs
+from lmcache_hs_backend.tiers.state.jobs import Job
+
+#: So few copies that forming a team for each does not count.
+_FEW_PAIRS = 4
+#: So large that forming a team for it does not count: one thread takes a time slice, 3 or 4 ms, for it.
+_TEAM_BYTES = 32 << 20
+
+
+@dataclass(eq=False)
+class CopyJob(Job):
+    """An idle I/O thread takes pieces of a copy."""
+
+    copies: SharedCopies
+
+
+class Copier:
+    """Copies rows into and out of slots that cannot be freed meanwhile: on loan to the caller, or pinned."""
+
+    def __init__(self, arena: Arena, io: IoThreads) -> None:
+        self._arena = arena
+        self._io = io
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        io.register(CopyJob, lambda job: job.copies.help())
+
+    def copy_in(self, rows: torch.Tensor, moves: Iterable[Move]) -> None:
+        """Copy rows of one layer into their slots.
+
+        A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
+        """
+        rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
+        pairs = copy_pairs(self._arena, rows, moves)
+        if rows.is_cuda:
+            stream = self._stream(rows.device)
+            stream.wait_stream(torch.cuda.current_stream(rows.device))
+            with torch.cuda.stream(stream):
+                for source, slot in pairs:
+                    slot.copy_(source, non_blocking=True)
+            rows.record_stream(stream)
+        else:
+            self.copy([(slot, source) for source, slot in pairs])
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the copies from a GPU have arrived."""
+        if device.type == "cuda":
+            self._stream(device).synchronize()
+
+    def copy_out(self, parts: Iterable[tuple[torch.Tensor, Iterable[Move]]], *, reading: bool = False) -> None:
+        """Copy slots into rows, layer by layer, converting to the dtype of the rows.
+
+        ``reading``: I/O threads read for the caller, who keeps out of their way.
+        """
+        pairs = [pair for rows, moves in parts for pair in copy_pairs(self._arena, rows, moves)]
+        if pairs:
+            self.copy(pairs, reading=reading)
+
+    def copy(self, pairs: Sequence[CopyPair], *, reading: bool = False) -> None:
+        """Copy all pairs, converting. Raises what a copy raises, when no thread works on any of them any more."""
+        if not reading and self._io.working and sum(map(pair_bytes, pairs)) < _TEAM_BYTES:
+            with alone():
+                copy_all(pairs)
+            return
+        if not reading and (len(pairs) <= _FEW_PAIRS or all(pair_bytes(pair) >= _TEAM_BYTES for pair in pairs)):
+            for target, source in pairs:  # in the caller's mode, as the result was made
+                target.copy_(source)
+            return
+        pieces = pieces_of(pairs)
+        helpers = min(len(pieces), torch.get_num_threads(), self._io.count + 1) - 1
+        copies = SharedCopies(pieces)
+        if helpers > 0:
+            self._io.submit_if_idle([CopyJob(copies) for _ in range(helpers)], only_idle=not reading)
+        with alone():
+            copies.finish()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:  # two first stores may both make one; all use the same in the end
+            self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return self._streams[device]

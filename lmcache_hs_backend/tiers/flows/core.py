@@ -1,0 +1,106 @@
+"""What every flow shares: the state and its lock, the memory, the disk, and the question for KV.
+
+The lock guards ``state`` and nothing else. It is held for one transition at a time: never during I/O, a copy of rows,
+a call into LMCache, or logging. Locks are taken in this order, each one optional: ``MakingRoom``'s two locks, this
+lock, and then one of the small locks that guard only themselves (metrics, health, the buffer pool). With
+``HS_STRICT=1`` every invariant is checked whenever the lock is given up (see ``strict``).
+
+Order of a demotion: file published → index says cold → slot freed. A chunk that is being written is hot until then;
+a slot that is being read is pinned, and outlives its chunk until the pin ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from lmcache_hs_backend.chunk import AskPresence, Presence
+from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.format.header import BadChunk
+from lmcache_hs_backend.metrics import Metrics
+from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
+from lmcache_hs_backend.tiers.flows.strict import store_lock
+from lmcache_hs_backend.tiers.memory.arena import Arena
+from lmcache_hs_backend.tiers.memory.buffers import BufferPool
+from lmcache_hs_backend.tiers.state import recovering
+from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
+from lmcache_hs_backend.tiers.state.tier_state import TierState
+from lmcache_hs_backend.tiers.state.writing import WritePolicy
+
+logger = logging.getLogger(__name__)
+
+MIN_IDLE_BUFFERS = 256 << 20
+
+
+class Core:
+    """See the module's text."""
+
+    #: The cold tier's files. There is none before the namespace is open; no flow starts earlier.
+    disk: ChunkFiles
+
+    def __init__(self, config: TieredConfig, capacity: int, ask: AskPresence, metrics: Metrics) -> None:
+        """Reserve ``capacity`` bytes for the hot tier. Raises ValueError, OverflowError or OSError."""
+        self.config = config
+        self.metrics = metrics
+        self.ask = ask
+        self.closed = False
+        self.recovered = False  # what is on disk is counted: writes may start
+        self._recovered_by = time.monotonic() + config.read_timeout_sec
+        self.state = TierState(
+            capacity, archive_gone=config.on_kv_gone == "archive", max_cold_bytes=config.max_cold_bytes
+        )
+        self.arena = Arena(self.state.free_list.capacity)
+        self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
+        self.policy = WritePolicy(config.clean_fraction * self.arena.capacity, config.write_back_sec)
+        self.lock = store_lock(self.state)
+        self.space_freed = threading.Condition(self.lock)  # a chunk became clean, or the disk's health has changed
+        self.all_written = threading.Condition(self.lock)  # nothing is left to write, or the disk's health has changed
+        self.work = threading.Condition(self.lock)  # an I/O thread has something to do
+
+    @property
+    def recovery_is_late(self) -> bool:
+        """Whether it takes so long to see what is on disk that no call shall wait for a chunk to become clean."""
+        return not self.recovered and time.monotonic() > self._recovered_by
+
+    def wake(self) -> None:
+        """Lock held. There may be something for an I/O thread: one idle thread looks, and has the next one look."""
+        self.work.notify()
+
+    def count(self) -> None:
+        """Lock held. Bring what the state has counted to the metrics."""
+        if self.state.tally.counts or self.state.tally.losses:
+            counts, losses = self.state.tally.take()
+            self.metrics.add_all(counts)
+            for reason, chunks in losses.items():
+                self.metrics.loss(reason, chunks)
+
+    # -- without the lock ------------------------------------------------------------------------------
+
+    def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
+        """Ask for the KV of chunks. Never raises: a cache that cannot be asked does not know."""
+        try:
+            return self.ask(kv_keys, memory_only)
+        except Exception as error:  # noqa: BLE001 - LMCache's backends are third parties, and serving must go on
+            self.metrics.add("errors_presence")
+            logger.debug("cannot ask for the KV of %d chunk(s): %r", len(kv_keys), error)
+            return [Presence.UNKNOWN] * len(kv_keys)
+
+    def file_unusable(self, entry: ChunkEntry, bad: BadChunk) -> None:
+        """Quarantine the file of a chunk whose name is busy with the calling job, and forget its layers."""
+        quarantined, still_there = self.disk.quarantine(entry.name, bad)
+        with self.lock:
+            recovering.file_lost(self.state, entry, quarantined, still_there=still_there)
+
+    def read_header(self, entry: ChunkEntry) -> None:
+        """Read the header of a file found at start; a bad one is quarantined. Its name is busy with the caller."""
+        try:
+            header = self.disk.read_header(entry.name)
+            with self.lock:
+                if entry.file is UNREAD:
+                    recovering.header_read(self.state, entry, header)
+        except BadChunk as bad:
+            self.file_unusable(entry, bad)
+        except OSError as error:
+            logger.debug("the header of %s stays unread: %s", entry.name.hex(), error)

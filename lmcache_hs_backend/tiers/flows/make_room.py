@@ -1,0 +1,210 @@
+"""Room on disk for a write: within ``max_cold_size``, and above ``min_free_disk``.
+
+Files leave in the order of ``state.making_room``. Nothing is evicted in vain: when deleting has not helped a full
+disk once, it is not tried again before a write succeeds; and when a file cannot be deleted, writes pause, as on a full
+disk. Runs on the I/O threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock, refuse_links
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.state import making_room
+from lmcache_hs_backend.tiers.state.tier_state import Victim, VictimKind
+
+logger = logging.getLogger(__name__)
+
+#: So long one write may delete files, or wait for another one that does, before it is put off.
+_EVICT_SEC = 0.25
+
+
+class NoRoom(Exception):
+    """A chunk cannot be written: larger than the limit on its own (``forever``), or no room at present."""
+
+    def __init__(self, *, forever: bool) -> None:
+        super().__init__()
+        self.forever = forever
+
+
+class MakeRoom:
+    """Reserves bytes for writes, and deletes files for them."""
+
+    def __init__(self, core: Core, files: FileLayer) -> None:
+        self._core = core
+        self._files = files
+        # Held from the look at the disk until the bytes are promised, or two writes would take the same room, and each
+        # find that deleting has not helped. Taken before ``_deleting_dead`` and the store's lock; the disk may hang
+        # under it, so it is waited for with a timeout.
+        self._reserving = threading.Lock()
+        # Held while a file of a dead namespace is deleted: its flock does not tell our own threads apart.
+        self._deleting_dead = threading.Lock()
+
+    def reserve(self, nbytes: int) -> None:
+        """Count ``nbytes`` as taken, after making room for them. Raises NoRoom."""
+        core = self._core
+        if nbytes > core.config.max_cold_bytes:
+            raise NoRoom(forever=True)
+        if not self._reserving.acquire(timeout=_EVICT_SEC):
+            raise NoRoom(forever=False)
+        try:
+            if not self._keep_free(nbytes):
+                core.disk.health.pause("less than min_free_disk is free")
+                raise NoRoom(forever=False)
+            while True:
+                with core.lock:
+                    over = making_room.reserve(core.state, nbytes)
+                if not over:
+                    return
+                if not self.evict(over):
+                    raise NoRoom(forever=False)
+        finally:
+            self._reserving.release()
+
+    def _keep_free(self, nbytes: int) -> bool:
+        """Whether writing ``nbytes`` leaves min_free_disk, after deleting files if need be."""
+        accounts = self._core.state.accounts
+        missing = self._missing_free_bytes(nbytes + accounts.reserved)
+        for _ in range(self._core.config.io_threads):
+            if not missing:
+                return True
+            others = accounts.reserved  # by writes that are under way, and make directories besides
+            if not self.evict_for_disk(missing):
+                return not self._missing_free_bytes(nbytes)
+            # What others have been promised they may have written in the meantime, and it must not count twice.
+            missing = self._missing_free_bytes(nbytes)
+            if not others:
+                break
+        self._core.state.eviction_helps = not missing
+        return not missing
+
+    def evict_for_disk(self, nbytes: int) -> bool:
+        """Delete files of ``nbytes`` because the filesystem is full. False when that cannot help."""
+        return self._core.state.eviction_helps and self.evict(nbytes)
+
+    def eviction_has_not_helped(self) -> None:
+        """The disk is still full after ``evict_for_disk``: more of it will not help either."""
+        self._core.state.eviction_helps = False
+
+    def trim(self) -> bool:
+        """Delete one file if there are more bytes than the limit allows. False when there are not."""
+        core = self._core
+        with core.lock:
+            over = core.state.accounts.total > core.config.max_cold_bytes
+        return over and self.evict(1)
+
+    def refresh_dead(self) -> None:
+        """Stop counting dead namespaces that another process has locked since, or removed."""
+        with self._core.lock:
+            directories = {directory for _, directory in self._core.state.accounts.dead_files}
+        for directory in directories:
+            with self._deleting_dead:
+                lock = self._lock_dead(directory)
+                if lock is not None:
+                    lock.close()
+
+    def use_files(self, files: FileLayer) -> None:
+        """Send system calls through ``files`` from now on."""
+        self._files = files
+
+    # -- eviction --------------------------------------------------------------------------------------
+
+    def evict(self, nbytes: int) -> bool:
+        """Delete files of at least ``nbytes`` in all. False when nothing (more) can be deleted.
+
+        Raises NoRoom after a while: one write that makes room for hundreds of files would pass for one that hangs, and
+        the others wait for it. What is deleted stays deleted, and the next try goes on.
+        """
+        core = self._core
+        until = time.monotonic() + _EVICT_SEC
+        while nbytes > 0:
+            if time.monotonic() > until:
+                raise NoRoom(forever=False)
+            if not core.disk.health.readable:
+                return False
+            with core.lock:
+                victim = making_room.prepare_eviction(core.state, time.monotonic())
+            if victim is None:
+                return False
+            freed = self._delete_victim(victim)
+            if freed is None:
+                return False
+            nbytes -= freed
+        return True
+
+    def _delete_victim(self, victim: Victim) -> int | None:
+        """The bytes that are free now, None when the victim cannot be deleted."""
+        core = self._core
+        freed: int | None = None
+        try:
+            freed = self._delete(victim)
+        finally:
+            with core.lock:
+                end = making_room.commit_eviction if freed is not None else making_room.abort_eviction
+                end(core.state, victim)
+                if core.state.jobs.ready:
+                    core.wake()
+        if freed is None and victim.entry is not None:
+            core.disk.health.pause("a chunk file cannot be deleted to make room")
+        return freed
+
+    def _delete(self, victim: Victim) -> int | None:
+        disk = self._core.disk
+        if victim.kind is VictimKind.OWN:
+            return victim.size if disk.unlink(victim.name) else None
+        path = disk.path(victim.name, archived=True) if victim.file is None else victim.file.path
+        try:
+            if victim.kind is VictimKind.DEAD:
+                return self._delete_dead(victim, path)
+            self._unlink(path, disk.directory)
+        except OSError as error:
+            # It stays, and is not looked at again; after a restart it is found and counted once more.
+            logger.warning("%s cannot be deleted: %s", path, error)
+            self._core.metrics.add("errors_unlink")
+            return None
+        return victim.size
+
+    def _delete_dead(self, victim: Victim, path: str) -> int:
+        """Delete a file of a dead namespace, unless it has an owner again: then none of it was ours to count."""
+        with self._deleting_dead:
+            lock = self._lock_dead(victim.directory)
+            if lock is None:
+                return 0
+            try:
+                self._unlink(path, victim.directory)
+            finally:
+                lock.close()
+        return victim.size
+
+    def _unlink(self, path: str, directory: str) -> None:
+        refuse_links(path, directory)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(path)
+
+    def _lock_dead(self, directory: str) -> NamespaceLock | None:
+        """The lock of a dead namespace, or None: then it has an owner, or is gone, and is not counted any more."""
+        try:
+            lock = NamespaceLock.take(directory)
+        except OSError as error:
+            logger.info("%s is no longer counted: %s", directory, error)
+            lock = None
+        if lock is None:
+            with self._core.lock:
+                self._core.state.accounts.forget_dead(directory)
+        return lock
+
+    def _missing_free_bytes(self, nbytes: int) -> int:
+        """How many bytes more must be free so that writing ``nbytes`` leaves min_free_disk."""
+        core = self._core
+        if not core.config.min_free_bytes:
+            return 0
+        try:
+            disk = self._files.statvfs(core.disk.directory)
+        except OSError:
+            return 0  # the write itself will tell
+        return max(0, core.config.min_free_bytes + nbytes - disk.f_bavail * disk.f_frsize)

@@ -1,0 +1,207 @@
+"""What is on disk at start: the files are the only truth, and this is where they become an index.
+
+Names are listed first, so that chunks can be served; sizes next, before any write may start, so that the limit holds;
+headers are read in the background, in batches on the I/O threads, or when a call asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from lmcache_hs_backend.config import GIB
+from lmcache_hs_backend.format.layout import (
+    ARCHIVE,
+    QUARANTINE,
+    FoundFile,
+    chunk_names,
+    fan_out_folders,
+    is_in_the_making,
+    is_temporary,
+    scan_chunks,
+    scan_flat,
+    scan_folder,
+)
+from lmcache_hs_backend.format.namespace import namespaces
+from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor
+from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
+from lmcache_hs_backend.tiers.state import recovering
+from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
+
+logger = logging.getLogger(__name__)
+
+_LOCK_BATCH = 1000
+_HEADERS_PER_HOP = 64
+_TRIMMED_PER_HOP = 32
+
+T = TypeVar("T")
+
+
+class Recover:
+    """Brings the files of a cold path into the state of a store."""
+
+    def __init__(self, core: Core, room: MakeRoom, cold_path: str, executor: IoExecutor) -> None:
+        self._core = core
+        self._room = room
+        self._cold_path = cold_path
+        self._directory = core.disk.directory
+        self._executor = executor
+
+    async def scan(self) -> None:
+        """Index everything by name, then count it by size. No write may start before this is done.
+
+        The names are there long before the sizes: those take a look at every file, and a call that asks for a chunk
+        does not have to wait for them.
+        """
+        loop = asyncio.get_running_loop()
+        core = self._core
+        folders = await loop.run_in_executor(self._executor, self._scan_top)
+        for folder in folders:
+            names = await loop.run_in_executor(self._executor, chunk_names, folder)
+            with core.lock:
+                recovering.found(core.state, names)
+        files = await loop.run_in_executor(self._executor, self._scan_own, folders)
+        files.sort(key=lambda file: file.mtime_ns)
+        for batch in _batches(files, _LOCK_BATCH):
+            with core.lock:
+                recovering.sized(core.state, batch)
+        with core.lock:
+            recovering.all_sized(core.state)
+        await loop.run_in_executor(self._executor, self._scan_archive)
+        await loop.run_in_executor(self._executor, self._scan_dead)
+        accounts = core.state.accounts
+        if accounts.total:
+            logger.info(
+                "found in %s: %d chunk(s) of %.3g GB; quarantined, archived or of other namespaces: %.3g GB; "
+                "limit %.3g GB",
+                self._directory, len(files), accounts.own / GIB, (accounts.total - accounts.own) / GIB,
+                core.config.max_cold_size,
+            )  # fmt: skip
+
+    async def read_headers(self) -> None:
+        """Read what the scan has left unread, most recently used first. What a failing disk hides stays unread."""
+        loop = asyncio.get_running_loop()
+        core = self._core
+        with core.lock:
+            unread = [entry for entry in core.state.orders.cold.values() if entry.file is UNREAD]
+        for batch in _batches(reversed(unread), _HEADERS_PER_HOP):
+            if not core.disk.health.readable:
+                return
+            await loop.run_in_executor(self._executor, self._read_batch, batch)
+
+    async def trim(self) -> None:
+        """Bring what was found under the limit, which may be lower than it was."""
+        loop = asyncio.get_running_loop()
+        excess = self._core.state.accounts.total - self._core.config.max_cold_bytes
+        if excess > 0:
+            logger.info("%s: %.2f GB above max_cold_size leave, oldest first", self._directory, excess / GIB)
+        while await loop.run_in_executor(self._executor, self._trim_batch):
+            pass
+
+    async def refresh_dead(self) -> None:
+        """Namespaces that were dead and have an owner again are no longer ours to count."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._room.refresh_dead)
+
+    # -- on an I/O thread --------------------------------------------------------------------------------
+
+    def _scan_top(self) -> list[str]:
+        """The fan-out directories of this namespace."""
+        for file in scan_flat(self._directory):
+            if is_temporary(os.path.basename(file.path)):
+                _remove(file.path)
+        return fan_out_folders(self._directory)
+
+    def _scan_own(self, folders: Iterable[str]) -> list[FoundFile]:
+        """The chunks of this namespace; what a crash has left beside them goes."""
+        files = []
+        for file in itertools.chain.from_iterable(map(scan_folder, folders)):
+            if file.name:
+                files.append(file)
+            else:
+                _remove(file.path)
+        return files
+
+    def _scan_archive(self) -> None:
+        """The archive and the quarantine of this namespace."""
+        accounts = self._core.state.accounts
+        quarantined = sorted(scan_flat(os.path.join(self._directory, QUARANTINE)), key=lambda f: f.mtime_ns)
+        archived = sorted(scan_chunks(os.path.join(self._directory, ARCHIVE)), key=lambda f: f.mtime_ns)
+        with self._core.lock:
+            known = {file.path for file in accounts.quarantined}  # quarantined since we started
+            for file in quarantined:
+                if file.path not in known:
+                    accounts.add_quarantined(file)
+            for file in archived:
+                if file.name and file.name not in accounts.archived:
+                    accounts.add_archived(file.name, file.size)
+        for file in archived:
+            if not file.name:
+                _remove(file.path)
+
+    def _scan_dead(self) -> None:
+        """Namespaces that no process holds: another model, an earlier revision, a second process's leftovers."""
+        dead: list[tuple[FoundFile, str]] = []
+        try:
+            others = [directory for directory, _ in namespaces(self._cold_path)]
+        except OSError as error:  # ours is open and works
+            logger.warning("other namespaces are not counted: %s cannot be listed: %s", self._cold_path, error)
+            return
+        for directory in others:
+            try:
+                if os.path.samefile(directory, self._directory):
+                    continue
+                lock = NamespaceLock.take(directory)
+            except OSError as error:
+                logger.info("%s is not counted: %s", directory, error)
+                continue
+            if lock is None:
+                continue
+            lock.close()  # only tried: its owner may be starting at this moment, and eviction takes it again
+            folders = (directory, os.path.join(directory, ARCHIVE))
+            aside = scan_flat(os.path.join(directory, QUARANTINE))
+            dead.extend((file, directory) for file in itertools.chain(*map(scan_chunks, folders), aside))
+        dead.sort(key=lambda item: item[0].mtime_ns)
+        with self._core.lock:
+            self._core.state.accounts.add_dead(dead)
+
+    def _read_batch(self, batch: Iterable[ChunkEntry]) -> None:
+        core, state = self._core, self._core.state
+        for entry in batch:
+            if not core.disk.health.readable:
+                return
+            with core.lock:
+                if entry.dropped or entry.file is not UNREAD or state.jobs.is_busy(entry.name):
+                    continue  # it is being dealt with already
+                state.jobs.claim(entry.name, time.monotonic())
+            try:
+                core.read_header(entry)
+            finally:
+                with core.lock:
+                    state.jobs.finish(entry.name)
+                    if state.jobs.ready:
+                        core.wake()
+
+    def _trim_batch(self) -> bool:
+        return all(self._room.trim() for _ in range(_TRIMMED_PER_HOP))
+
+
+def _remove(path: str) -> None:
+    """Delete a left-over, but not what is being written: a chunk may be archived before the scan comes to it."""
+    if is_in_the_making(os.path.basename(path)):
+        return
+    with contextlib.suppress(OSError):  # a left-over that cannot be removed is tried again at the next start
+        os.unlink(path)
+
+
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

@@ -1,0 +1,172 @@
+"""Rows on their way out: walk the prompt, ask for its KV, read what is cold, copy what is hot.
+
+The caller gets a true prefix of the prompt in memory that nothing else writes, now or later. Cold chunks are read by
+the I/O threads, all at once, while the caller's thread copies the hot ones, and then what has arrived. No chunk can
+leave RAM in between: the walk pins what it found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from lmcache_hs_backend.chunk import ChunkRef, LayerSpec
+from lmcache_hs_backend.tiers.flows.copier import Copier
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.read import Headers, PendingReads, Reads
+from lmcache_hs_backend.tiers.memory.copies import alone, copy_serially
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
+from lmcache_hs_backend.tiers.state import making_room, reading
+from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+from lmcache_hs_backend.tiers.state.reading import Walk
+
+logger = logging.getLogger(__name__)
+
+#: With so few reads there is nothing that torch's threads could get in the way of.
+_FEW_READS = 2
+
+
+class Retrieve:
+    """Retrieves rows from the tiers."""
+
+    def __init__(self, core: Core, copier: Copier, reads: Reads, headers: Headers) -> None:
+        self._core = core
+        self._copier = copier
+        self._reads = reads
+        self._headers = headers
+        self._pin = torch.cuda.is_available()
+
+    def retrieve(
+        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None
+    ) -> dict[int, torch.Tensor]:
+        """layer_idx → CPU rows ``[num_tokens, hidden_dim]`` of the longest prefix that has every layer.
+
+        ``dtype`` None gives the dtype in which the rows are kept. Empty when not even the first chunk is there. Every
+        reason to end early is counted.
+        """
+        core, state = self._core, self._core.state
+        deadline = time.monotonic() + core.config.read_timeout_sec
+        self._headers.ensure_read(refs, deadline - time.monotonic())
+        pending: PendingReads | None = None
+        readable = core.disk.health.readable
+        with core.lock:
+            walk = reading.prepare_retrieve(state, refs, layer_idxs, native=dtype is None, readable=readable)
+        miss, known, served = walk.miss, 0, 0
+        cold: list[int] = []
+        try:
+            asked_ns = time.monotonic_ns()
+            answers = core.presence([ref.kv_key for ref in refs[: len(walk.entries)]], False)
+            now_ns = time.monotonic_ns()
+            deadline += (now_ns - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
+            writable = core.disk.health.writable
+            with core.lock:
+                known, miss = reading.judge_presence(state, refs, walk, answers, asked_ns, now_ns, writable=writable)
+                if state.jobs.ready:
+                    core.wake()
+            cold = [position for position in walk.cold if position < known]
+            if cold:  # first of all: the disk takes longest
+                pending = PendingReads(refs, self._reads)
+                self._submit_reads(walk, cold, pending)
+            rows = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
+            if known and not rows:
+                miss = "memory"
+            elif known:
+                if pending is not None:
+                    pending.result = rows
+                self._copy_hot(refs[:known], walk, rows)
+                served = known
+                if pending is not None:
+                    served, miss = self._await_reads(known, cold, pending, deadline, miss)
+        finally:
+            if pending is not None:
+                pending.cancel()
+            with core.lock:
+                reading.end_retrieve(state, walk, served)
+        from_disk = sum(position < served for position in cold)
+        counts = {"hits_hot": served - from_disk, "hits_cold": from_disk}
+        if miss is not None:
+            counts[f"misses_{miss}"] = 1
+        core.metrics.add_all(counts)
+        if not served:
+            return {}
+        if served == known:
+            return rows
+        tokens = refs[served - 1].end
+        return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
+
+    def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None) -> None:
+        """Promote the cold chunks of a prompt's prefix, as far as there is room. Returns at once."""
+        core = self._core
+        if not core.disk.health.readable:
+            return
+        with core.lock:
+            if core.closed:
+                return
+            for entry, cold in reading.plan_prefetch(core.state, refs, layer_idxs):
+                self._reads.submit(entry, cold)
+
+    # -- the rows, without the lock ----------------------------------------------------------------------
+
+    def _outputs(self, tokens: int, specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+        """layer_idx → memory for its rows; none at all when the system has not enough."""
+        try:
+            return {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
+        except (OSError, MemoryError, RuntimeError) as error:  # mmap's, Python's and torch's ways to say it
+            logger.warning("no memory for %d rows of %d layer(s): %s", tokens, len(specs), error)
+            return {}
+
+    def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None) -> torch.Tensor:
+        hidden_dim, dtype = spec.hidden_dim, dtype or TORCH_DTYPES[spec.dtype]
+        if self._pin:
+            # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
+            return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
+        return self._core.pool.get(tokens * hidden_dim * dtype.itemsize).rows(tokens, hidden_dim, dtype)
+
+    def _copy_hot(self, refs: Sequence[ChunkRef], walk: Walk, rows: Mapping[int, torch.Tensor]) -> None:
+        parts = []
+        for layer_idx, tensor in rows.items():
+            pairs: Iterable[tuple[ChunkRef, ChunkEntry]] = zip(refs, walk.entries, strict=False)
+            if walk.cold:
+                pairs = [pair for n, pair in enumerate(pairs) if layer_idx not in walk.cold.get(n, ())]
+            parts.append((tensor, [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]))
+        self._copier.copy_out(parts, reading=bool(walk.cold))
+
+    def _submit_reads(self, walk: Walk, positions: Sequence[int], pending: PendingReads) -> None:
+        """Have cold chunks read side by side, into slots that are side by side as far as there is room."""
+        core, entries = self._core, walk.entries
+        with core.lock:
+            if core.config.promote:
+                chunks = [(entries[p].num_tokens, entries[p].specs(walk.cold[p])) for p in positions]
+                pending.reserved = dict(zip(positions, making_room.allocate(core.state, chunks), strict=False))
+            for p in positions:
+                self._reads.submit(entries[p], walk.cold[p], p, pending)
+
+    def _await_reads(
+        self, served: int, cold: Collection[int], pending: PendingReads, deadline: float, miss: str | None
+    ) -> tuple[int, str | None]:
+        """Check and copy what arrives to its place in the result.
+
+        Returns the number of chunks, of ``served``, that are complete when every read is over or the deadline has
+        passed, and the miss reason of the next one.
+        """
+        waiting = set(cold)
+        copy = torch.Tensor.copy_ if len(cold) <= _FEW_READS else copy_serially
+        with torch.inference_mode(), alone() if copy is copy_serially else contextlib.nullcontext():
+            while waiting:
+                try:
+                    read = pending.get(deadline)
+                except queue.Empty:
+                    if min(waiting) < served:
+                        served, miss = min(waiting), "timeout"
+                    break
+                if not self._reads.finish(read, copy):
+                    continue
+                waiting.remove(read.position)
+                if read.miss is not None and read.position < served:
+                    served, miss = read.position, read.miss
+        return served, miss

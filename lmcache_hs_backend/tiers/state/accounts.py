@@ -1,0 +1,64 @@
+"""Which bytes on disk count against ``max_cold_size``.
+
+Bytes count from the moment they are reserved for a write until the file is really gone. ``own`` is the sum of the
+sizes of all chunks in the index and of ``leftover``; the other kinds are sums over the lists beside them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from lmcache_hs_backend.format.layout import FoundFile
+
+
+@dataclass
+class DiskAccounts:
+    """Bytes by kind, and the files behind them in the order in which they leave."""
+
+    own: int = 0
+    reserved: int = 0  # promised to writes that are under way
+    archive: int = 0
+    quarantine: int = 0
+    dead: int = 0
+    #: Files of chunks that have been dropped, until they are deleted: name → bytes.
+    leftover: dict[bytes, int] = field(default_factory=dict)
+    quarantined: deque[FoundFile] = field(default_factory=deque)
+    archived: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    dead_files: deque[tuple[FoundFile, str]] = field(default_factory=deque)  # and the namespace's directory
+    #: The sizes of what was found at start are known: before, none of our own chunks is evicted.
+    sized: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.own + self.reserved + self.archive + self.quarantine + self.dead
+
+    def add_archived(self, name: bytes, size: int) -> None:
+        """A chunk's file is in the archive, in place of the one that may have been there."""
+        self.archive += size - self.archived.pop(name, 0)
+        self.archived[name] = size
+
+    def add_quarantined(self, file: FoundFile) -> None:
+        """A file has been moved to the quarantine."""
+        self.quarantine += file.size
+        self.quarantined.append(file)
+
+    def set_leftover(self, name: bytes, size: int) -> None:
+        """A file on disk belongs to no chunk any more; its bytes count until ``remove_leftover``."""
+        self.own += size - self.leftover.get(name, 0)
+        self.leftover[name] = size
+
+    def remove_leftover(self, name: bytes) -> None:
+        """That file is gone, or another one has been renamed over it. Nothing happens when there is none."""
+        self.own -= self.leftover.pop(name, 0)
+
+    def add_dead(self, files: list[tuple[FoundFile, str]]) -> None:
+        """Files of namespaces that no process holds, oldest first, each with its namespace's directory."""
+        self.dead_files.extend(files)
+        self.dead += sum(file.size for file, _ in files)
+
+    def forget_dead(self, directory: str) -> None:
+        """A namespace that was dead has an owner again, or is gone: it is not ours to count."""
+        theirs = sum(file.size for file, owner in self.dead_files if owner == directory)
+        self.dead_files = deque(item for item in self.dead_files if item[1] != directory)
+        self.dead -= theirs

@@ -1,0 +1,173 @@
+"""Operations on chunk files: at most one per name at a time, the others wait in the order they were submitted.
+
+So a file that is being written cannot be unlinked before it exists, and a chunk that is stored again cannot be
+written before its former file is gone; no operation has to check for another. A name is *busy* from the moment an
+operation is submitted for it until its last one is finished; that is the only notion of busy there is.
+
+Reads go before everything else. Writes are not queued: an idle thread takes the best one at the moment it can start
+it (see ``writing``). Neither reads nor deletions can starve what comes after them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+
+#: Reads go first, but one in so many operations is something else, or a stream of reads would end all writing.
+_READS_IN_A_ROW = 8
+#: Deletions come in bursts: one in so many operations is a write, if there is anything to write.
+_OTHERS_IN_A_ROW = 4
+
+
+class Job:
+    """One piece of work for an I/O thread on the file of chunk ``name``, or on none (``b""``)."""
+
+    name: bytes = b""
+    is_read: bool = False
+
+
+@dataclass(eq=False)
+class CallJob(Job):
+    """A plain function call on an I/O thread."""
+
+    function: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class DeleteJob(Job):
+    """Delete the file that a dropped chunk has left (``accounts.leftover``)."""
+
+    name: bytes
+
+
+@dataclass(eq=False)
+class ArchiveJob(Job):
+    """Move the file of a dropped chunk to the archive, with all its layers.
+
+    ``pinned``: it has rows that only RAM holds, and is pinned until they are written.
+    """
+
+    entry: ChunkEntry
+    pinned: bool
+
+    def __post_init__(self) -> None:
+        self.name = self.entry.name
+
+
+@dataclass(eq=False)
+class WriteJob(Job):
+    """Write a chunk's file: what RAM holds, merged with what the file had. The chunk is pinned meanwhile."""
+
+    entry: ChunkEntry
+    slot_bytes: int  # of its slots, which will be clean when it is done
+
+    def __post_init__(self) -> None:
+        self.name = self.entry.name
+
+
+@dataclass(eq=False)
+class SaveUseJob(Job):
+    """Store a chunk's last use in its file's mtime, unless it is later than ``until`` (monotonic) by then."""
+
+    entry: ChunkEntry
+    until: float
+
+    def __post_init__(self) -> None:
+        self.name = self.entry.name
+
+
+class JobQueue:
+    """Which jobs may start, which names are busy, and which jobs wait for their name."""
+
+    def __init__(self) -> None:
+        self._reads: deque[Job] = deque()
+        self._others: deque[Job] = deque()
+        self._busy: dict[bytes, deque[Job]] = {}  # jobs that wait for the name
+        self._running: dict[bytes, float] = {}  # names whose job a thread has in hand, and since when (monotonic)
+        self._reads_in_a_row = 0
+        self._others_in_a_row = 0
+
+    def submit(self, job: Job) -> None:
+        """Queue a job behind those that its name already has."""
+        if job.name:
+            waiting = self._busy.get(job.name)
+            if waiting is not None:
+                waiting.append(job)
+                return
+            self._busy[job.name] = deque()
+        self._enqueue(job)
+
+    def claim(self, name: bytes, now: float) -> None:
+        """Make an idle name busy for the calling thread itself; ``finish`` it afterwards."""
+        assert name not in self._busy, "a name that is busy cannot be claimed"
+        self._busy[name] = deque()
+        self._running[name] = now
+
+    def start(self, now: float, *, write_first: bool = False) -> Job | None:
+        """The next job to run, of those that wait for no other; None when there is none, or a write is due.
+
+        ``write_first``: whether a write may be taken instead when deletions have had their share.
+        """
+        if self._reads and self._reads_in_a_row < _READS_IN_A_ROW:
+            self._reads_in_a_row += 1
+            return self._started(self._reads.popleft(), now)
+        self._reads_in_a_row = 0
+        if self._others and (self._others_in_a_row < _OTHERS_IN_A_ROW or not write_first):
+            self._others_in_a_row += 1
+            return self._started(self._others.popleft(), now)
+        self._others_in_a_row = 0
+        if self._reads and not write_first:
+            return self._started(self._reads.popleft(), now)
+        return None
+
+    def finish(self, name: bytes) -> None:
+        """The operation on ``name`` is over: the next one that waits for it may start."""
+        waiting = self._busy[name]
+        self._running.pop(name, None)
+        if waiting:
+            self._enqueue(waiting.popleft())
+        else:
+            del self._busy[name]
+
+    def hand_over(self, name: bytes) -> None:
+        """The I/O part of an operation is over; its caller does the rest, and then calls ``finish``."""
+        self._running.pop(name, None)
+
+    def is_busy(self, name: bytes) -> bool:
+        """Whether an operation on this name is queued or running."""
+        return name in self._busy
+
+    @property
+    def busy_names(self) -> frozenset[bytes]:
+        return frozenset(self._busy)
+
+    @property
+    def running_names(self) -> frozenset[bytes]:
+        return frozenset(self._running)
+
+    @property
+    def ready(self) -> int:
+        """How many jobs could start now."""
+        return len(self._reads) + len(self._others)
+
+    @property
+    def queued_reads(self) -> int:
+        return len(self._reads)
+
+    def stuck(self, since: float) -> int:
+        """How many operations on a chunk's file were started before ``since`` and have not returned."""
+        return sum(started < since for started in list(self._running.values()))
+
+    def _enqueue(self, job: Job) -> None:
+        (self._reads if job.is_read else self._others).append(job)
+
+    def _started(self, job: Job, now: float) -> Job:
+        if job.name:
+            self._running[job.name] = now
+        return job

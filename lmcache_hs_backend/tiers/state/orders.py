@@ -1,0 +1,144 @@
+"""The orders in which chunks are written, leave RAM and leave the disk, and the sums over them.
+
+``reindex`` derives the places of an entry from its state, so it is called after every change that moves one.
+``park`` and ``unpark`` are its short form for a pin that begins and ends with nothing changed in between, which
+is what every hit does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from lmcache_hs_backend.tiers.state.entries import ABSENT, LEAVING, UNREAD, ChunkEntry
+
+#: Chunks enter an order when their write ends, and writes that run side by side end in any order; so the first few
+#: are compared by their last use.
+_LRU_WINDOW = 16
+
+
+class Orders:
+    """Least recently used first, each.
+
+    ``clean``: may leave RAM at once: hot, nothing to write, not pinned. ``dirty``: must be written first.
+    ``aging``: the same chunks by how long they have been dirty. ``cold``: chunks with a file that may be deleted.
+    """
+
+    def __init__(self) -> None:
+        self.clean: OrderedDict[bytes, ChunkEntry] = OrderedDict()
+        self.dirty: OrderedDict[bytes, ChunkEntry] = OrderedDict()
+        self.aging: OrderedDict[bytes, ChunkEntry] = OrderedDict()
+        self.cold: OrderedDict[bytes, ChunkEntry] = OrderedDict()
+        self.clean_bytes = 0
+        self.hot_chunks = 0
+        self.dirty_chunks = 0
+        self.unread_files = 0
+        self._used_early: list[ChunkEntry] = []  # see date
+        self._last_ns = 0
+
+    def reindex(self, entry: ChunkEntry) -> None:
+        """Put an entry into the orders that fit its state, and no others."""
+        name, file = entry.name, entry.file
+        in_index = not entry.dropped
+        hot = in_index and bool(entry.hot)
+        dirty = hot and entry.dirty
+        to_write = dirty and not entry.drop_reason
+        evictable = hot and not to_write and not entry.pins
+        unread = in_index and file is UNREAD
+        if in_index and file is not ABSENT and file is not LEAVING:
+            self.cold.setdefault(name, entry)
+        else:
+            self._leave(self.cold, entry)
+        if to_write:
+            self.dirty.setdefault(name, entry)
+            if name not in self.aging:
+                entry.dirty_since = time.monotonic()
+                self.aging[name] = entry
+        else:
+            self._leave(self.dirty, entry)
+            self._leave(self.aging, entry)
+        if evictable:
+            self.clean.setdefault(name, entry)
+        else:
+            self._leave(self.clean, entry)
+        clean_bytes = entry.hot_bytes if evictable else 0
+        self.clean_bytes += clean_bytes - entry.counted_clean_bytes
+        self.hot_chunks += hot - entry.counted_hot
+        self.dirty_chunks += dirty - entry.counted_dirty
+        self.unread_files += unread - entry.counted_unread
+        entry.counted_clean_bytes, entry.parked_clean_bytes = clean_bytes, 0
+        entry.counted_hot, entry.counted_dirty, entry.counted_unread = hot, dirty, unread
+
+    @staticmethod
+    def _leave(order: OrderedDict[bytes, ChunkEntry], entry: ChunkEntry) -> None:
+        # A chunk that was dropped while pinned may have a successor of the same name by now.
+        if order.get(entry.name) is entry:
+            del order[entry.name]
+
+    def park(self, entry: ChunkEntry) -> None:
+        """A first pin: the chunk may not leave RAM. ``unpark`` or ``reindex`` undoes it."""
+        if entry.counted_clean_bytes:
+            del self.clean[entry.name]
+            self.clean_bytes -= entry.counted_clean_bytes
+            entry.parked_clean_bytes, entry.counted_clean_bytes = entry.counted_clean_bytes, 0
+
+    def unpark(self, entry: ChunkEntry) -> None:
+        """The last pin has ended: the chunk may leave RAM again, if it might before."""
+        nbytes = entry.parked_clean_bytes
+        if nbytes:  # it has not been reindexed in between
+            entry.parked_clean_bytes, entry.counted_clean_bytes = 0, nbytes
+            self.clean_bytes += nbytes
+            self.clean[entry.name] = entry
+        elif entry.name not in self.dirty:  # where a pin changes nothing
+            self.reindex(entry)
+
+    def touch(self, entries: Sequence[ChunkEntry]) -> None:
+        """A sequence was used: its chunks become the youngest, the first one youngest of all."""
+        clean, dirty, cold = self.clean, self.dirty, self.cold
+        for used_ns, entry in enumerate(reversed(entries), self.tick()):
+            if not entry.dropped:
+                name = entry.name
+                entry.used_ns = self._last_ns = used_ns
+                if name in clean:
+                    clean.move_to_end(name)
+                elif name in dirty:
+                    dirty.move_to_end(name)
+                if entry.file is not ABSENT and name in cold:
+                    cold.move_to_end(name)
+
+    def age(self, entry: ChunkEntry) -> None:
+        """Make an entry the first to leave RAM: the suffix of a sequence that does not fit."""
+        for order in (self.clean, self.dirty):
+            if entry.name in order:
+                entry.used_ns = min(entry.used_ns, next(iter(order.values())).used_ns - 1)
+                order.move_to_end(entry.name, last=False)
+
+    @staticmethod
+    def oldest(entries: Iterable[ChunkEntry]) -> ChunkEntry | None:
+        """The least recently used of an order (see ``_LRU_WINDOW``)."""
+        return min(itertools.islice(entries, _LRU_WINDOW), key=lambda entry: entry.used_ns, default=None)
+
+    def tick(self) -> int:
+        """Nanoseconds of the wall clock, strictly ascending whatever the clock does."""
+        now, last = time.time_ns(), self._last_ns
+        self._last_ns = now = now if now > last else last + 1
+        return now
+
+    def date(self, entry: ChunkEntry, used_ns: int) -> None:
+        """When a chunk found at start was last used, called in that order. A use since the start counts more."""
+        entry.saved_ns = used_ns
+        if entry.used_ns:
+            self._used_early.append(entry)
+        else:
+            entry.used_ns = used_ns
+        if entry.name in self.cold:
+            self.cold.move_to_end(entry.name)
+
+    def all_dated(self) -> None:
+        """That was the last of them: those that were used before they had a date are the youngest."""
+        used, self._used_early = self._used_early, []
+        for entry in sorted(used, key=lambda entry: entry.used_ns):
+            if not entry.dropped and entry.name in self.cold:
+                self.cold.move_to_end(entry.name)

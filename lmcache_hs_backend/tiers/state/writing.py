@@ -1,0 +1,181 @@
+"""Dirty chunks become files: which one is written next and when, and what a write leaves.
+
+Three reasons to write, in this order: a store waits for room or a flush for everything, free and clean memory falls
+short, a chunk has been dirty for too long. A chunk that got a layer a moment ago is left alone for that long unless
+a call waits: its other layers are probably on their way, and each would mean another write of the whole file. How
+long a moment is depends on how much room is left: a store that comes faster than that must not wait for the disk.
+
+``next_write`` starts a write (its chunk is pinned, its name busy); ``commit_write`` or ``abort_write`` ends it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lmcache_hs_backend.format.header import FileLayout
+from lmcache_hs_backend.tiers.state.entries import KNOWN, ChunkEntry
+from lmcache_hs_backend.tiers.state.jobs import WriteJob
+from lmcache_hs_backend.tiers.state.tier_state import TierState
+
+IDLE_SEC = 3600.0
+#: How long a chunk is left alone after its last layer, at most.
+COALESCE_SEC = 0.2
+#: So old may a measured rate be and still promise something.
+_RATE_VALID_SEC = 2.0
+#: So long may a write that has just started, or is about to, be waited for while no rate is known.
+_FIRST_WRITE_SEC = 1.0
+_SOON_SEC = 0.15
+
+
+@dataclass(frozen=True)
+class WritePolicy:
+    """The settings that writing depends on. ``clean_bytes``: how much of the hot tier is kept free or clean."""
+
+    clean_bytes: float
+    write_back_sec: float
+
+
+def next_write(state: TierState, policy: WritePolicy, now: float) -> WriteJob | float:
+    """A write that starts now, or the seconds after which to ask again. ``now``: monotonic."""
+    orders = state.orders
+    if not orders.aging:
+        return IDLE_SEC
+    if now < state.write_again_at:
+        return state.write_again_at - now
+    wait = IDLE_SEC
+    ready = state.ready_bytes
+    soon = ready + state.writing_bytes
+    awaited = bool(state.flushing) or soon < state.wanted_bytes
+    if awaited or ready < policy.clean_bytes:
+        entry = _first_idle(state, orders.dirty.values())
+        if entry is not None:
+            rest = 0.0 if awaited else entry.stored_at + COALESCE_SEC * min(1.0, soon / policy.clean_bytes) - now
+            if rest <= 0:
+                return _start(state, entry, now)
+            wait = min(wait, rest)
+    entry = _first_idle(state, orders.aging.values())
+    if entry is not None:
+        due = max(entry.dirty_since + policy.write_back_sec, entry.stored_at + COALESCE_SEC) - now
+        if due <= 0:
+            return _start(state, entry, now)
+        wait = min(wait, due)
+    return wait
+
+
+def _first_idle(state: TierState, entries: Iterable[ChunkEntry]) -> ChunkEntry | None:
+    """The first whose name is not busy; only as many are passed over as are in flight."""
+    is_busy = state.jobs.is_busy
+    for entry in entries:
+        if not is_busy(entry.name):
+            return entry
+    return None
+
+
+def _start(state: TierState, entry: ChunkEntry, now: float) -> WriteJob:
+    state.jobs.claim(entry.name, now)
+    state.pin([entry])
+    state.rate.start(now)
+    job = WriteJob(entry, entry.hot_bytes)
+    state.writing_bytes += job.slot_bytes
+    state.writes.add(job)
+    return job
+
+
+def commit_write(
+    state: TierState, job: WriteJob, layout: FileLayout, digests: bytes, used_ns: int, reserved: int, now: float
+) -> None:
+    """The chunk's file is on disk, in place of the one it may have had: the layers it holds are clean.
+
+    ``used_ns``: the use that its mtime tells; ``reserved``: what the write had promised.
+    """
+    entry = job.entry
+    accounts = state.accounts
+    accounts.reserved -= reserved
+    if entry.dropped:  # its deletion waits for the name
+        accounts.set_leftover(entry.name, layout.size)
+    else:
+        accounts.remove_leftover(entry.name)  # another file of that name, which could not be deleted
+        state.undeletable.discard(entry.name)
+        accounts.own += layout.size - entry.size
+        entry.file, entry.size = KNOWN, layout.size
+        entry.layout, entry.digests = state.share(layout), digests
+        entry.saved_ns = used_ns
+        state.orders.reindex(entry)
+    state.eviction_helps = True
+    state.waited_in_vain_at = -math.inf
+    _end(state, job, layout.size, now)
+
+
+def abort_write(
+    state: TierState, job: WriteJob, now: float, *, reserved: int = 0, drop_reason: str = "", again_at: float = 0.0
+) -> None:
+    """The chunk was not written and stays dirty.
+
+    ``drop_reason``: it never can be, so it may leave RAM unwritten. ``again_at``: when writing makes sense again.
+    """
+    state.accounts.reserved -= reserved
+    if drop_reason and not job.entry.dropped:
+        job.entry.drop_reason = drop_reason
+        state.orders.reindex(job.entry)
+    state.write_again_at = max(state.write_again_at, again_at)
+    _end(state, job, 0, now)
+
+
+def _end(state: TierState, job: WriteJob, written: int, now: float) -> None:
+    state.writes.remove(job)
+    state.rate.finish(written, now)
+    state.writing_bytes -= job.slot_bytes
+    state.unpin([job.entry])
+    state.jobs.finish(job.name)
+
+
+def release(state: TierState, nbytes: int) -> None:
+    """Bytes on disk that were reserved are not needed any more."""
+    state.accounts.reserved -= nbytes
+
+
+class Demand:
+    """What one call of store wants free or clean. ``end`` it on every path."""
+
+    def __init__(self, state: TierState, began: float) -> None:
+        """``began``: when the call started (monotonic)."""
+        self._state = state
+        self._began = began
+        self._nbytes = 0
+
+    def set(self, nbytes: int) -> None:
+        self._state.wanted_bytes += nbytes - self._nbytes
+        self._nbytes = nbytes
+
+    def lower(self, nbytes: int) -> None:
+        self.set(min(self._nbytes, nbytes))
+
+    def end(self) -> None:
+        self.set(0)
+
+    def is_promised(self, needed: int, now: float, deadline: float, *, starting: bool) -> bool:
+        """Whether the call may expect ``needed`` bytes by ``deadline`` (monotonic).
+
+        Only a rate that was measured a moment ago says so or, where none is known, a write that has just started, if
+        no other call has waited in vain since. ``starting``: no write may start yet; the caller limits that time.
+        """
+        state, left = self._state, deadline - now
+        rate = state.rate
+        if left <= 0 or starting:
+            promised = left > 0
+        elif rate.measured_at and now - rate.measured_at < _RATE_VALID_SEC:
+            promised = needed <= left * rate.bytes_per_sec
+        elif now - state.waited_in_vain_at < _RATE_VALID_SEC:
+            promised = False
+        else:
+            promised = now - self._began < (_FIRST_WRITE_SEC if rate.active else _SOON_SEC)
+            if not promised:
+                state.waited_in_vain_at = now
+        return promised
+
+
+def is_pressed(state: TierState, policy: WritePolicy) -> bool:
+    """Whether a write is wanted now, and not only when a chunk has been dirty for long enough."""
+    return bool(state.flushing or state.wanted_bytes) or state.ready_bytes < policy.clean_bytes
