@@ -106,6 +106,7 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
+        """Bytes of regions that wait to be used again."""
         with self._lock:
             self._collect()
             return sum(len(region) for region, _ in self._idle)
