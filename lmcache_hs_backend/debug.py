@@ -255,7 +255,7 @@ class StoreDebug:
             entries = [
                 ChunkEntry(
                     random.randbytes(16), random.randbytes(16), 256, kv_key(), file=KNOWN, layout=layout,
-                    size=layout.size, digests=random.randbytes(16),
+                    size=layout.size, digests=random.randbytes(16), generation=state.generation,
                 )
                 for _ in range(min(1000, count - start))
             ]  # fmt: skip

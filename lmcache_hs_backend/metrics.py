@@ -56,6 +56,7 @@ ERRORS = {
     "disk_full": "the filesystem had no room for a chunk file",
     "unlink": "a chunk file could not be deleted; it is tried again",
     "presence": "asking LMCache for the KV of chunks raised",
+    "clear": "what was cleared could not be moved away on disk at once; it is tried again",
     "internal": "a bug in this package; the log has it",
 }
 COUNTERS = {

@@ -38,6 +38,7 @@ from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
 from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
 from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.chores import TICK_SEC, Chores
+from lmcache_hs_backend.tiers.flows.clear import Clear
 from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.gauges import gauges
@@ -56,6 +57,7 @@ from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 logger = logging.getLogger(__name__)
 
 _PUBLISH_SEC = 1.0
+_JOIN_SEC = 0.2  # of that time, for the operations that have begun
 _STOP_SEC = 0.5  # what idle threads may take to end, however short close_timeout_sec is
 
 
@@ -120,7 +122,8 @@ class TieredStore:
             if self._namespace is not None:
                 self._namespace.close()
             raise
-        self._copier, self._room, self._chores = Copier(core.arena, io), MakeRoom(core, files), Chores(core)
+        self._copier, self._room, self._clear = Copier(core.arena, io), MakeRoom(core, files), Clear(core, io)
+        self._chores = Chores(core, self._clear)
         headers, reads = Headers(core), Reads(core)
         io.register(ReadJob, reads.run)
         io.register(HeaderJob, headers.run)
@@ -372,17 +375,32 @@ class TieredStore:
         writable = self._core.disk.health.writable
         return self._drop(names, lambda entry: self._core.state.kv_gone(entry, writable=writable))
 
-    def drop(self, names: Iterable[bytes]) -> int:
-        """Delete chunks from both tiers, and return how many were here."""
-        return self._drop(names, self._core.state.drop)
+    def drop(self, names: Iterable[bytes], *, durable: bool = True) -> int:
+        """Delete chunks from both tiers, and return how many were here.
+
+        Args:
+            names: The chunks.
+            durable: Wait until their files are deleted, for ``read_timeout_sec`` at most. Otherwise a process that is
+                killed before the I/O threads have come to it finds them again at its next start.
+        """
+        names = list(names)
+        dropped = self._drop(names, self._core.state.drop)
+        if dropped and durable:
+            deadline = time.monotonic() + self.config.read_timeout_sec
+            core, jobs = self._core, self._core.state.jobs
+            with core.lock:
+                while any(map(jobs.is_busy, names)) and time.monotonic() < deadline:
+                    core.space_freed.wait(0.05)
+        return dropped
 
     def clear(self) -> int:
-        """Delete every chunk from both tiers, and return how many were here. Archive and quarantine stay."""
-        core = self._core
-        with core.lock:
-            dropped = 0 if core.closed else core.state.clear()
-            core.wake()
-        return dropped
+        """Delete every chunk from both tiers, and return how many were here. Archive and quarantine stay.
+
+        Durable when it returns: no later start finds them, also when the process is killed at that moment. The bytes
+        on disk are deleted in the background. Where the disk does not allow it within ``read_timeout_sec``, an ERROR
+        is logged, and it is tried again until it does.
+        """
+        return self._clear.clear()
 
     def _drop(self, names: Iterable[bytes], how: Callable[[ChunkEntry], None]) -> int:
         core, dropped = self._core, 0
@@ -516,7 +534,7 @@ class TieredStore:
     def _stop(self, deadline: float) -> bool:
         """End the threads. Whether all of them have ended by the deadline (monotonic)."""
         self._background.stop(deadline)
-        self._io.stop()
+        self._io.stop(deadline - _JOIN_SEC)
         ended = self._io.join(deadline)
         self._core.pool.close()
         return ended

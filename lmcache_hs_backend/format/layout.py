@@ -32,6 +32,8 @@ LOCK = ".lock"
 QUARANTINE = "quarantine"
 ARCHIVE = "archive"
 SEQUENCES = "sequences"
+#: Directories of chunks that were cleared: never read again, deleted in the background and by the next start.
+TRASH = "trash"
 
 FAN_OUT = re.compile(r"[0-9a-f]{2}")
 CHUNK_FILE = re.compile(r"([0-9a-f]{32})" + re.escape(SUFFIX))

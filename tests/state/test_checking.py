@@ -89,7 +89,7 @@ def wrong_name(state: TierState) -> None:
 
 BREAKS: list[tuple[Callable[[TierState], object], str]] = [
     (wrong_name, "is in the index under the name"),
-    (set_field(found, "dropped", True), "it was dropped and is in the index"),
+    (set_field(found, "removed", True), "it was dropped and is in the index"),
     (set_field(dirty, "pins", -1), "it has -1 pins"),
     (set_field(clean, "layout", None), "its file is known, and its layout is not set"),
     (set_field(found, "layout", FileLayout(16, 4096, (SPEC,))), "its file is unread, and its layout is set"),
@@ -123,7 +123,8 @@ BREAKS: list[tuple[Callable[[TierState], object], str]] = [
     (set_field(lambda state: state.accounts, "archive", 1), "bytes on disk of kind 'archive': counted 1"),
     (set_field(lambda state: state.accounts, "quarantine", 1), "bytes on disk of kind 'quarantine': counted 1"),
     (set_field(lambda state: state.accounts, "dead", 1), "bytes on disk of kind 'dead': counted 1"),
-    (set_field(lambda state: state.accounts, "reserved", -1), "-1 bytes are reserved on disk"),
+    (set_field(lambda state: state.accounts, "reserved", -1), "-1 bytes on disk are reserved"),
+    (set_field(lambda state: state.accounts, "trash", -1), "-1 bytes on disk are trash"),
     (lambda state: state.accounts.set_leftover(CLEAN.name, 1), "is counted as its own and as a leftover"),
     (lambda state: state.accounts.set_leftover(b"x" * 16, 1), "will never be deleted"),
     (lambda state: state.jobs._running.update({b"x" * 16: 0.0}), "is running, and the name is not busy"),

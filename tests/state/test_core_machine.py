@@ -313,6 +313,8 @@ class Core(RuleBasedStateMachine):
     def clear(self) -> None:
         self.state.clear()
         assert not self.state.entries
+        self.files.clear()  # they are in the trash
+        self.state.purged()
 
     @rule(nbytes=st.integers(1, 3))
     def demote(self, nbytes: int) -> None:
@@ -332,7 +334,7 @@ class Core(RuleBasedStateMachine):
         victim = self.victims.pop(pick % len(self.victims))
         if deleted:
             if victim.kind is VictimKind.OWN:
-                del self.files[victim.name]
+                self.files.pop(victim.name, None)
             elif victim.kind is VictimKind.ARCHIVE:
                 del self.archive[victim.name]
             making_room.commit_eviction(self.state, victim)

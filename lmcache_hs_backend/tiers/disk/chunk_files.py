@@ -26,9 +26,11 @@ from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.format.layout import (
     ARCHIVE,
     QUARANTINE,
+    TRASH,
     FoundFile,
     chunk_path,
     fan_out,
+    fan_out_folders,
     is_temporary,
     quarantine_name,
     temporary_name,
@@ -286,6 +288,46 @@ class ChunkFiles:
         except OSError as error:
             self.health.failed("write", error)
             return None, True
+
+    def purge(self) -> None:
+        """Move all chunks of the namespace to the trash, directory by directory; the archive stays. Raises OSError.
+
+        When it returns, no start will find them again, whatever happens to the process. A chunk's file that is being
+        written moves along with the directory of its temporary file.
+        """
+        self._verify_lock()
+        trash = os.path.join(self.directory, TRASH, temporary_name("cleared"))
+        folders = fan_out_folders(self.directory)
+        if folders:
+            os.makedirs(trash, self._config.cold_dir_mode, exist_ok=True)
+        for folder in folders:
+            self._files.rename(folder, os.path.join(trash, os.path.basename(folder)))
+        if folders:
+            self._sync_folder(trash)
+            self._sync_folder(self.directory)
+
+    def empty_trash(self, count: int) -> tuple[int, bool]:
+        """Delete up to ``count`` files of the trash. Returns their bytes, and whether there may be more.
+
+        Raises OSError; what cannot be deleted is tried again by the next start.
+        """
+        root = os.path.join(self.directory, TRASH)
+        if not os.path.isdir(root):
+            return 0, False
+        nbytes = deleted = 0
+        for path, folders, names in os.walk(root, topdown=False):
+            for name in names:
+                if deleted == count:
+                    return nbytes, True
+                file = os.path.join(path, name)
+                size = os.lstat(file).st_size
+                self._files.unlink(file)
+                nbytes, deleted = nbytes + size, deleted + 1
+            for folder in folders:
+                if os.path.islink(os.path.join(path, folder)):
+                    self._files.unlink(os.path.join(path, folder))
+            os.rmdir(path)
+        return nbytes, False
 
     # -- directories -----------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """What happens a few times a second, whether a call comes or not.
 
-The disk's health, threads that should look again, deletions that have failed, last uses to be saved, and a look at the
-next few chunks in turn for such as have lost their KV. Runs on the background thread; never touches the disk itself.
+The disk's health, threads that should look again, deletions and clears that have failed, last uses to be saved, and a
+look at the next few chunks in turn for such as have lost their KV. Runs on the background thread; never touches the
+disk itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from lmcache_hs_backend.tiers.flows.clear import Clear
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.state import leaving
 from lmcache_hs_backend.tiers.state.entries import CONFIRMED, ChunkEntry
@@ -23,8 +25,9 @@ _VISITED_PER_TICK = 64
 class Chores:
     """The periodic work of one store."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, clear: Clear) -> None:
         self._core = core
+        self._clear = clear
         self._delete_again_at = 0.0
         self._health_changes = 0
 
@@ -33,6 +36,7 @@ class Chores:
         core, state, health = self._core, self._core.state, self._core.disk.health
         now = time.monotonic()
         health.check(state.jobs.stuck(now - core.config.read_timeout_sec))
+        self._clear.retry()
         with core.lock:
             if health.changes != self._health_changes:
                 self._health_changes = health.changes

@@ -60,6 +60,11 @@ class Core:
         self.work = threading.Condition(self.lock)  # an I/O thread has something to do
 
     @property
+    def may_write(self) -> bool:
+        """Whether a write may start: it is known what is on disk, what was cleared is gone, and there is room."""
+        return self.recovered and not self.state.purge_pending and self.disk.health.writable
+
+    @property
     def recovery_is_late(self) -> bool:
         """Whether it takes so long to see what is on disk that no call shall wait for a chunk to become clean."""
         return not self.recovered and time.monotonic() > self._recovered_by

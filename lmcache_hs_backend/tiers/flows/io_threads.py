@@ -38,7 +38,7 @@ class IoThreads:
         self._active = 0  # threads with a job; the store's lock guards it
         self._idle = 0  # threads that wait for one
         self._last_end = -_RECENT_SEC  # when a job last ended
-        self._stopping = False
+        self._stop_by: float | None = None  # when the threads end, whatever is queued (monotonic)
         self._threads = [
             threading.Thread(target=self._loop, name=f"hs-io-{number}", daemon=True) for number in range(threads)
         ]
@@ -82,10 +82,10 @@ class IoThreads:
             self._core.work.notify()
         return job.future
 
-    def stop(self) -> None:
-        """Finish what is queued, start no further write, then end the threads."""
+    def stop(self, deadline: float = 0.0) -> None:
+        """Finish what is queued, but begin nothing after ``deadline`` (monotonic) and no further write; then end."""
         with self._core.lock:
-            self._stopping = True
+            self._stop_by = deadline
             self._core.work.notify_all()
 
     def join(self, deadline: float) -> bool:
@@ -122,11 +122,13 @@ class IoThreads:
         core, jobs = self._core, self._core.state.jobs
         while True:
             now = time.monotonic()
+            if self._stop_by is not None and now > self._stop_by:
+                return None
             job = jobs.start(now, write_first=True)
             if job is not None:
                 return job
             write: WriteJob | float = IDLE_SEC
-            if not self._stopping and core.recovered and core.disk.health.writable:
+            if self._stop_by is None and core.may_write:
                 write = next_write(core.state, core.policy, now)
             if isinstance(write, WriteJob):
                 core.work.notify()  # there may be one more for the next thread
@@ -134,7 +136,7 @@ class IoThreads:
             job = jobs.start(now)
             if job is not None:
                 return job
-            if self._stopping:
+            if self._stop_by is not None:
                 return None
             self._idle += 1
             core.work.wait(write)

@@ -20,6 +20,8 @@ from lmcache_hs_backend.tiers.state.tier_state import Victim, VictimKind
 
 logger = logging.getLogger(__name__)
 
+#: Files of the trash that are deleted in one go, which keeps an I/O thread for some milliseconds.
+_TRASH_FILES = 64
 #: So long one write may delete files, or wait for another one that does, before it is put off.
 _EVICT_SEC = 0.25
 
@@ -42,6 +44,7 @@ class MakeRoom:
         # find that deleting has not helped. Taken before ``_deleting_dead`` and the store's lock; the disk may hang
         # under it, so it is waited for with a timeout.
         self._reserving = threading.Lock()
+        self._emptying = threading.Lock()  # held by the thread that deletes files of the trash
         # Held while a file of a dead namespace is deleted: its flock does not tell our own threads apart.
         self._deleting_dead = threading.Lock()
 
@@ -98,6 +101,22 @@ class MakeRoom:
             over = core.state.accounts.total > core.config.max_cold_bytes
         return over and self.evict(1)
 
+    def empty_trash(self, count: int = _TRASH_FILES) -> int:
+        """Delete a few files of what was cleared. Returns their bytes; 0 when there are none, or they cannot go."""
+        core = self._core
+        if not self._emptying.acquire(blocking=False):
+            return 0
+        try:
+            nbytes, more = core.disk.empty_trash(count)
+            with core.lock:
+                core.state.accounts.trash_deleted(nbytes, more=more)
+            return nbytes
+        except OSError as error:
+            logger.debug("the trash of %s is not emptied: %s", core.disk.directory, error)
+            return 0
+        finally:
+            self._emptying.release()
+
     def refresh_dead(self) -> None:
         """Stop counting dead namespaces that another process has locked since, or removed."""
         with self._core.lock:
@@ -127,14 +146,17 @@ class MakeRoom:
                 raise NoRoom(forever=False)
             if not core.disk.health.readable:
                 return False
+            if core.state.accounts.trash and (freed := self.empty_trash()):
+                nbytes -= freed
+                continue
             with core.lock:
                 victim = making_room.prepare_eviction(core.state, time.monotonic())
             if victim is None:
                 return False
-            freed = self._delete_victim(victim)
-            if freed is None:
+            gained = self._delete_victim(victim)
+            if gained is None:
                 return False
-            nbytes -= freed
+            nbytes -= gained
         return True
 
     def _delete_victim(self, victim: Victim) -> int | None:

@@ -92,6 +92,8 @@ class Opening:
         recovered.set()
         scanned = time.monotonic()
         while True:
+            while await asyncio.get_running_loop().run_in_executor(executor, room.empty_trash):
+                pass
             await asyncio.sleep(_LOOK_AGAIN_SEC)
             if core.state.orders.unread_files and core.disk.health.readable:
                 await recover.read_headers()  # a disk that had failed is back

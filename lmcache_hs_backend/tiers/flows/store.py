@@ -104,7 +104,7 @@ class Store:
                 # What was asked for is taken: a further write would only clean this prompt's own prefix.
                 demand.lower(state.ready_bytes + sum(one.nbytes for one in missing[len(placed) :]))
                 return placed
-            if not core.disk.health.writable or core.recovery_is_late:
+            if not core.disk.health.writable or core.recovery_is_late or state.purge_pending:
                 spare = spare or frozenset(ref.name for ref in refs)
                 if not making_room.discard_dirty(state, spare):
                     return []

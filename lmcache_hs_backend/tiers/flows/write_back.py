@@ -158,10 +158,17 @@ class WriteBack:
                 except OSError:
                     self._room.eviction_has_not_helped()
                     raise
+            # The temporary file is in the directory that the file gets. So whatever is dropped by a clear from here on
+            # moves to the trash with it, published or not.
             if entry.dropped and not archived:
                 disk.discard(written)
                 return None
-            disk.publish(written)
+            try:
+                disk.publish(written)
+            except FileNotFoundError:
+                if not entry.dropped:
+                    raise
+                return None
         except OSError as error:
             if error.errno == errno.EFBIG:  # a limit on the size of one file: no room will ever change that
                 raise NoRoom(forever=True) from None
@@ -193,6 +200,7 @@ class WriteBack:
         finally:
             with core.lock:
                 leaving.end_delete(state, job, deleted=deleted)
+                core.space_freed.notify_all()
                 if state.jobs.ready:
                     core.wake()
 

@@ -21,6 +21,7 @@ class DiskAccounts:
     archive: int = 0
     quarantine: int = 0
     dead: int = 0
+    trash: int = 0  # of everything that was cleared, until it is deleted
     #: Files of chunks that have been dropped, until they are deleted: name → bytes.
     leftover: dict[bytes, int] = field(default_factory=dict)
     quarantined: deque[FoundFile] = field(default_factory=deque)
@@ -31,7 +32,7 @@ class DiskAccounts:
 
     @property
     def total(self) -> int:
-        return self.own + self.reserved + self.archive + self.quarantine + self.dead
+        return self.own + self.reserved + self.archive + self.quarantine + self.dead + self.trash
 
     def add_archived(self, name: bytes, size: int) -> None:
         """A chunk's file is in the archive, in place of the one that may have been there."""
@@ -56,6 +57,16 @@ class DiskAccounts:
         """Files of namespaces that no process holds, oldest first, each with its namespace's directory."""
         self.dead_files.extend(files)
         self.dead += sum(file.size for file, _ in files)
+
+    def clear(self) -> None:
+        """All chunks' files are trash, those of dropped ones included."""
+        self.trash += self.own
+        self.own = 0
+        self.leftover.clear()
+
+    def trash_deleted(self, nbytes: int, *, more: bool) -> None:
+        """So many bytes of trash are gone; ``more``: whether there is any left."""
+        self.trash = max(0, self.trash - nbytes) if more else 0
 
     def forget_dead(self, directory: str) -> None:
         """A namespace that was dead has an owner again, or is gone: it is not ours to count."""

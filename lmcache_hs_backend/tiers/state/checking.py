@@ -134,8 +134,9 @@ def _check_accounts(state: TierState) -> Iterator[str]:
     ):
         if counted != actual:
             yield f"bytes on disk of kind {what!r}: counted {counted}, there are {actual}"
-    if accounts.reserved < 0:
-        yield f"{accounts.reserved} bytes are reserved on disk"
+    for what, nbytes in (("reserved", accounts.reserved), ("trash", accounts.trash)):
+        if nbytes < 0:
+            yield f"{nbytes} bytes on disk are {what}"
     for name in accounts.leftover:
         entry = state.entries.get(name)
         if entry is not None and entry.has_file:

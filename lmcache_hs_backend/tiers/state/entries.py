@@ -74,6 +74,13 @@ def slot_bytes(spec: LayerSpec, num_tokens: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
+class Generation:
+    """All entries between two clears: one flag drops them all at once."""
+
+    cleared: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class ChunkEntry:
     """One chunk. Only ``tiers.state`` writes its fields, under the store's lock."""
 
@@ -92,7 +99,8 @@ class ChunkEntry:
     unacknowledged: frozenset[int] = _NO_LAYERS
     drop_reason: str = ""  # why the disk does not keep its rows, one of metrics.DROPS: it may leave RAM unwritten
     pins: int = 0  # readers and writers of its slots
-    dropped: bool = False  # no longer in the index
+    generation: Generation = field(default_factory=Generation)
+    removed: bool = False  # from the index, alone; see dropped
     kv_seen_ns: int = 0  # when its KV was last seen present (monotonic)
     used_ns: int = 0
     saved_ns: int = 0  # the use that the file's mtime tells
@@ -104,6 +112,11 @@ class ChunkEntry:
     counted_unread: bool = False
     counted_clean_bytes: int = 0
     parked_clean_bytes: int = 0  # what it counted for before a pin took it out of the clean ones
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it is no longer in the index."""
+        return self.removed or self.generation.cleared
 
     def has(self, layer_idx: int) -> bool:
         """Whether either tier holds the layer."""

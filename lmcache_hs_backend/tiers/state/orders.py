@@ -98,7 +98,7 @@ class Orders:
         """A sequence was used: its chunks become the youngest, the first one youngest of all."""
         clean, dirty, cold = self.clean, self.dirty, self.cold
         for used_ns, entry in enumerate(reversed(entries), self.tick()):
-            if not entry.dropped:
+            if not (entry.removed or entry.generation.cleared):
                 name = entry.name
                 entry.used_ns = self._last_ns = used_ns
                 if name in clean:

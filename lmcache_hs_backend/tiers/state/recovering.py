@@ -30,7 +30,7 @@ def found(state: TierState, names: Iterable[bytes]) -> None:
                 accounts.set_leftover(name, 0)
                 state.jobs.submit(DeleteJob(name))
         elif entry is None:
-            entry = ChunkEntry(name, file=UNREAD)
+            entry = ChunkEntry(name, file=UNREAD, generation=state.generation)
             state.entries[name] = entry
             state.orders.reindex(entry)
         elif not entry.has_file:  # stored since the start, and not written yet

@@ -120,7 +120,7 @@ def commit_store(
         entry = state.entries.get(ref.name)
         if entry is None:
             kv = CONFIRMED if missing.present else UNCONFIRMED
-            entry = ChunkEntry(ref.name, ref.prefix, ref.end - ref.start, ref.kv_key, kv)
+            entry = ChunkEntry(ref.name, ref.prefix, ref.end - ref.start, ref.kv_key, kv, generation=state.generation)
             entry.metadata, entry.stored_at = describe(ref), now
             entry.kv_seen_ns = plan.seen_ns if missing.present else 0
             entry.hot = slots

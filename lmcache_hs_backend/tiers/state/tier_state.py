@@ -18,7 +18,15 @@ from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.format.header import FileLayout
 from lmcache_hs_backend.format.layout import FoundFile
 from lmcache_hs_backend.tiers.state.accounts import DiskAccounts
-from lmcache_hs_backend.tiers.state.entries import ABSENT, CONFIRMED, UNCONFIRMED, UNREAD, ChunkEntry, Slot
+from lmcache_hs_backend.tiers.state.entries import (
+    ABSENT,
+    CONFIRMED,
+    UNCONFIRMED,
+    UNREAD,
+    ChunkEntry,
+    Generation,
+    Slot,
+)
 from lmcache_hs_backend.tiers.state.jobs import ArchiveJob, DeleteJob, JobQueue, WriteJob
 from lmcache_hs_backend.tiers.state.orders import Orders
 from lmcache_hs_backend.tiers.state.slots import FreeList
@@ -86,6 +94,8 @@ class TierState:
         self.archive_gone = archive_gone
         self.max_cold_bytes = max_cold_bytes
         self.epoch = 0  # how often everything was cleared
+        self.generation = Generation()
+        self.purge_pending = False  # what was cleared is still in its place on disk: no file may be written
         self.confirmed_chunks = 0
         # What callers and writers want of the write policy.
         self.flushing = 0  # calls that wait until everything is written
@@ -115,6 +125,7 @@ class TierState:
 
     def add(self, entry: ChunkEntry) -> None:
         """A new chunk enters the index, youngest of all."""
+        entry.generation = self.generation
         self.entries[entry.name] = entry
         self.confirmed_chunks += entry.kv is CONFIRMED
         entry.used_ns = self.orders.tick()
@@ -213,7 +224,7 @@ class TierState:
             self.jobs.submit(DeleteJob(name))
         del self.entries[name]
         self.confirmed_chunks -= entry.kv is CONFIRMED
-        entry.dropped = True
+        entry.removed = True
         self.orders.reindex(entry)
         if entry.pins:
             self.detached_bytes += entry.hot_bytes
@@ -235,13 +246,31 @@ class TierState:
         else:
             self.drop(entry)
 
-    def clear(self) -> int:
-        """Every chunk leaves both tiers; the archive stays. Returns how many there were."""
+    def clear(self) -> tuple[int, list[OrderedDict[bytes, ChunkEntry]]]:
+        """Every chunk leaves both tiers; the archive stays. ``purged`` when that is durable on disk.
+
+        Takes time for the chunks in RAM only. Returns how many chunks there were, and the tables of them, which the
+        caller lets go of bit by bit: to free a million entries at once holds up every thread.
+        """
+        entries, orders = self.entries, self.orders
+        hot = [entry for order in (orders.clean, orders.dirty) for entry in order.values() if not entry.pins]
         self.epoch += 1
-        entries = list(self.entries.values())
-        for entry in entries:
-            self.drop(entry)
-        return len(entries)
+        self.generation.cleared = True
+        self.generation = Generation()
+        self.purge_pending = True
+        self.entries = OrderedDict()
+        self.orders = Orders()
+        self.confirmed_chunks = 0
+        self.accounts.clear()
+        self.undeletable.clear()
+        for entry in hot:
+            self._vacate(entry)
+        self.detached_bytes = self.free_list.used_bytes - self.loaned_bytes
+        return len(entries), [entries, orders.clean, orders.dirty, orders.aging, orders.cold]
+
+    def purged(self) -> None:
+        """What was cleared is in the trash: files may be written again."""
+        self.purge_pending = False
 
     # -- KV ----------------------------------------------------------------------------------------------
 

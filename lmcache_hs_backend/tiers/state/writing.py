@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lmcache_hs_backend.format.header import FileLayout
 from lmcache_hs_backend.tiers.state.entries import KNOWN, ChunkEntry
-from lmcache_hs_backend.tiers.state.jobs import WriteJob
+from lmcache_hs_backend.tiers.state.jobs import DeleteJob, WriteJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
 IDLE_SEC = 3600.0
@@ -93,8 +93,9 @@ def commit_write(
     entry = job.entry
     accounts = state.accounts
     accounts.reserved -= reserved
-    if entry.dropped:  # its deletion waits for the name
+    if entry.dropped:
         accounts.set_leftover(entry.name, layout.size)
+        state.jobs.submit(DeleteJob(entry.name))
     else:
         accounts.remove_leftover(entry.name)  # another file of that name, which could not be deleted
         state.undeletable.discard(entry.name)

@@ -252,7 +252,7 @@ class CaptureSink:
             self._pending.add(longer, lambda on_disk: self._drop_tail(tail) if on_disk else None)
 
     def _drop_tail(self, tail: bytes) -> None:
-        self.count("tails_dropped", self.store.drop([tail]))
+        self.count("tails_dropped", self.store.drop([tail], durable=False))
 
     def _finished(self, finish: Finish) -> None:
         # The order in which the tiers drop chunks: a conversation's end before what it began with.

@@ -1,0 +1,210 @@
+"""What was deleted stays deleted: a kill at any moment, a restart, a disk that fails, a store that is under way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_hs_backend.tiered import TieredStore
+from tests.support.disks import FaultyDisk
+from tests.support.prompts import (
+    CHUNK,
+    IDENT,
+    LAYER_BYTES,
+    Prompt,
+    check_balance,
+    chunk_files,
+    on_disk,
+    opened,
+    prompt,
+    rows,
+    settings,
+    tokens,
+)
+from tests.support.waiting import wait_until
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from lmcache_hs_backend.tiered import TieredStore
+from tests.support.prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, rows, settings, tokens
+store = TieredStore(settings(Path(sys.argv[1])), 64 * LAYER_BYTES, IDENT)
+prompts = [Prompt(tokens(8, seed)) for seed in range(40)]
+for p in prompts:
+    store.store(p.refs, p.bytes, {0: rows(8 * CHUNK, seed=1)})
+assert store.flush(30) == 0
+{delete}
+print("deleted", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def run_child(tmp_path: Path, delete: str) -> str:
+    code = CHILD.replace("{delete}", delete)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout
+
+
+def test_what_was_cleared_is_not_found_again_after_a_kill_right_after(tmp_path: Path) -> None:
+    assert "deleted" in run_child(tmp_path, "assert store.clear() == 320")
+    with opened(tmp_path, chunks=64) as store:
+        assert store.wait_recovered(20)
+        assert len(store) == 0
+        p, x = Prompt(tokens(8, 39)), rows(8 * CHUNK, seed=2)
+        assert store.retrieve(p.refs, [0]) == {}
+        assert store.store(p.refs, p.bytes, {0: x}) == 8, "new rows are stored"
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
+        wait_until(lambda: not any(tmp_path.glob("*/trash/*")))
+        wait_until(lambda: store.flush(10) == 0)
+        check_balance(store)
+
+
+def test_what_was_dropped_is_not_found_again_after_a_kill_right_after(tmp_path: Path) -> None:
+    assert "deleted" in run_child(tmp_path, "assert store.drop(prompts[3].names) == 8")
+    with opened(tmp_path, chunks=64) as store:
+        assert store.wait_recovered(20)
+        assert len(store) == 312
+        assert store.retrieve(Prompt(tokens(8, 3)).refs, [0]) == {}
+
+
+class KilledAt(FaultyDisk):
+    """A disk on which the process dies at the n-th rename of a clear; in the test it just stops there."""
+
+    renames_left = -1
+
+    def rename(self, source: str, target: str) -> None:
+        if "/trash/" in str(target):
+            if self.renames_left == 0:
+                raise OSError(errno.EIO, "killed here")
+            self.renames_left -= 1
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_clear_that_could_not_be_finished_says_so_writes_nothing_and_is_finished_later(
+    tmp_path: Path, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = KilledAt()
+    with opened(tmp_path, files=disk, chunks=64, write_back_sec=0) as store:
+        p, _ = on_disk(store, 16)
+        disk.renames_left = after
+        assert store.clear() == 16
+        assert "cannot be moved away yet" in caplog.text
+        assert store.stats()["errors_clear"] == 1
+        assert store.retrieve(p.refs, [0]) == {}
+        new = rows(16 * CHUNK, seed=9)
+        assert store.store(p.refs, p.bytes, {0: new}) == 16
+        assert store.flush(0.3) == 16, "nothing is written among what was cleared"
+        disk.renames_left = -1
+        wait_until(lambda: store.flush(1) == 0)
+        store.debug.evict_clean()
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], new)
+        wait_until(lambda: not store.debug.busy())
+        check_balance(store)
+    with opened(tmp_path, chunks=64) as store:
+        assert store.wait_recovered(20)
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], new)
+
+
+def test_rows_whose_store_is_under_way_are_cleared_too(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        p, x = prompt(4), rows(4 * CHUNK)
+        with store.debug.between_copy_and_publication(lambda: store.clear() and None):
+            assert store.store(p.refs, p.bytes, {0: x}) == 0
+        assert len(store) == 0
+        assert store.retrieve(p.refs, [0]) == {}
+        assert store.store(p.refs, p.bytes, {0: x}) == 4
+        check_balance(store)
+
+
+def test_a_write_that_is_under_way_when_all_is_cleared_leaves_no_file(tmp_path: Path) -> None:
+    class Gate(FaultyDisk):
+        entered, go = threading.Event(), threading.Event()
+
+        def pwritev(self, *args: object) -> int:
+            self.entered.set()
+            self.go.wait(20)
+            return super().pwritev(*args)
+
+    disk = Gate()
+    disk.go.set()
+    with opened(tmp_path, files=disk, write_back_sec=0) as store:
+        disk.go.clear()
+        disk.entered.clear()
+        p, x = prompt(4), rows(4 * CHUNK)
+        assert store.store(p.refs, p.bytes, {0: x}) == 4
+        assert disk.entered.wait(10)
+        threading.Timer(0.1, disk.go.set).start()
+        assert store.clear() == 4
+        wait_until(lambda: not store.debug.busy())
+        assert not chunk_files(tmp_path)
+        assert store.store(p.refs, p.bytes, {0: x}) == 4
+        wait_until(lambda: store.flush(5) == 0)
+        assert len(chunk_files(tmp_path)) == 4
+        check_balance(store)
+
+
+@pytest.mark.timing
+def test_clearing_300_000_chunks_takes_the_caller_less_than_50_ms(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.debug.add_cold_chunks(300_000)
+        started = time.perf_counter()
+        assert store.clear() == 300_000
+        took = time.perf_counter() - started
+        assert took < 0.05, f"{1000 * took:.0f} ms"
+        assert len(store) == 0
+
+
+def test_deletions_do_not_starve_writes(tmp_path: Path) -> None:
+    class SlowUnlink(FaultyDisk):
+        slow = 0.0
+
+        def unlink(self, path: str) -> None:
+            time.sleep(self.slow)
+            super().unlink(path)
+
+    disk = SlowUnlink()
+    with opened(tmp_path, files=disk, chunks=64, write_back_sec=0) as store:
+        old = [on_disk(store, 32, seed)[0] for seed in range(1, 9)]
+        disk.slow = 0.02
+        for p in old:
+            store.drop(p.names, durable=False)
+        new = prompt(8)
+        store.store(new.refs, new.bytes, {0: rows(8 * CHUNK)})
+        wait_until(lambda: all(os.path.exists(store.debug.path(name)) for name in new.names), 5)
+        assert store.debug.busy(), "the deletions are not over yet"
+        disk.slow = 0.0
+
+
+@pytest.mark.timing
+def test_deletions_that_are_left_do_not_keep_the_directory_from_the_next_store(tmp_path: Path) -> None:
+    class SlowUnlink(FaultyDisk):
+        slow = 0.0
+
+        def unlink(self, path: str) -> None:
+            time.sleep(self.slow)
+            super().unlink(path)
+
+    disk = SlowUnlink()
+    store = TieredStore(settings(tmp_path, close_timeout_sec=1), 512 * LAYER_BYTES, IDENT, files=disk)
+    p, _ = on_disk(store, 400)
+    disk.slow = 0.1
+    store.drop(p.names, durable=False)
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 3
+    with opened(tmp_path, on_locked="error") as again:
+        assert again.wait_recovered(20)
