@@ -19,6 +19,7 @@ import torch
 from lmcache_hs_backend.chunk import LayerSpec, Presence
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.header import FileLayout
+from lmcache_hs_backend.tiers.flows.gauges import publish
 from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import leaving, making_room
 from lmcache_hs_backend.tiers.state.entries import KNOWN, ChunkEntry
@@ -185,7 +186,7 @@ class StoreDebug:
             leaving.delete_again(self._core.state)
         self._store._chores.tick()
         self._store._room.refresh_dead()
-        self._store._publish()
+        publish(self._core)
 
     def go_offline(self, why: str) -> None:
         """Treat the disk as one that has just failed. It comes back by itself when it answers."""

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from lmcache_hs_backend.chunk import (
     TOKEN_BYTES,
     AskPresence,
     ChunkRef,
-    Presence,
     Prompt,
     cut,
 )
@@ -33,15 +31,16 @@ from lmcache_hs_backend.config import GIB, ConfigError, LocalConfig, TieredConfi
 from lmcache_hs_backend.debug import StoreDebug
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
-from lmcache_hs_backend.metrics import GAUGES, Metrics
+from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
 from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
 from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.chores import TICK_SEC, Chores
 from lmcache_hs_backend.tiers.flows.clear import Clear
+from lmcache_hs_backend.tiers.flows.closing import Closing, end_threads
 from lmcache_hs_backend.tiers.flows.copier import Copier
-from lmcache_hs_backend.tiers.flows.core import Core
-from lmcache_hs_backend.tiers.flows.gauges import gauges
+from lmcache_hs_backend.tiers.flows.core import Core, all_present
+from lmcache_hs_backend.tiers.flows.gauges import gauges, publish
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
 from lmcache_hs_backend.tiers.flows.opening import Opening
@@ -50,20 +49,13 @@ from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
 from lmcache_hs_backend.tiers.flows.store import Store
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
-from lmcache_hs_backend.tiers.state import leaving, making_room, reading
+from lmcache_hs_backend.tiers.state import making_room, reading
 from lmcache_hs_backend.tiers.state.checking import check
 from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 
 logger = logging.getLogger(__name__)
 
 _PUBLISH_SEC = 1.0
-_JOIN_SEC = 0.2  # of that time, for the operations that have begun
-_STOP_SEC = 0.5  # what idle threads may take to end, however short close_timeout_sec is
-
-
-def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
-    """The answer of a store that is coupled to no KV cache."""
-    return [Presence.PRESENT] * len(kv_keys)
 
 
 class TieredStore:
@@ -107,9 +99,7 @@ class TieredStore:
         self._start_threads(capacity, ask, setting)
         core, io = self._core, self._io
         executor = IoExecutor(io)
-        self._closing = threading.Lock()  # held by the one call of close() that does the work
         self._recovered = threading.Event()
-        self._callers = 0  # calls that are using slots; the store's lock guards it
         self._namespace: OwnedNamespace | None = None
         opening = Opening(config, io, self._background, setting)
         try:
@@ -118,7 +108,7 @@ class TieredStore:
             core.disk = opening.on_io_thread(lambda: ChunkFiles(config, namespace, self.metrics, files))
             opening.on_io_thread(lambda: opening.check_size(namespace.directory))
         except BaseException:
-            self._stop(time.monotonic() + 1.0)
+            end_threads(core, io, self._background, time.monotonic() + 1.0)
             if self._namespace is not None:
                 self._namespace.close()
             raise
@@ -132,7 +122,8 @@ class TieredStore:
         self._retrieve = Retrieve(core, self._copier, reads, headers)
         self._background.start(opening.recover(core, self._room, executor, self._recovered))
         self._background.every(TICK_SEC, self._chores.tick)
-        self._background.every(_PUBLISH_SEC, self._publish)
+        self._background.every(_PUBLISH_SEC, lambda: publish(core))
+        self._closing = Closing(core, io, self._background, namespace)
         _open_stores.add(self)
 
     def _start_threads(self, capacity: int, ask: AskPresence, setting: Callable[[str], str]) -> None:
@@ -261,12 +252,12 @@ class TieredStore:
     def _enter(self) -> bool:
         """A call begins that may use slots; close() waits for its ``_leave``. False when it comes too late."""
         with self._core.lock:
-            self._callers += not self._core.closed
+            self._core.callers += not self._core.closed
             return not self._core.closed
 
     def _leave(self, duration: str, started: float) -> None:
         with self._core.lock:
-            self._callers -= 1
+            self._core.callers -= 1
             if self._core.closed:
                 self._core.space_freed.notify_all()
         self.metrics.observe(duration, time.monotonic() - started)
@@ -455,17 +446,7 @@ class TieredStore:
 
     def flush(self, timeout: float) -> int:
         """Write every dirty chunk, waiting ``timeout`` seconds at most. Returns how many are still dirty."""
-        core, state = self._core, self._core.state
-        deadline = time.monotonic() + timeout
-        with core.lock:
-            state.flushing += 1
-            core.wake()
-            try:
-                while state.orders.aging and core.disk.health.writable and time.monotonic() < deadline:
-                    core.all_written.wait(min(0.1, max(0.0, deadline - time.monotonic())))
-            finally:
-                state.flushing -= 1
-            return state.orders.dirty_chunks
+        return self._core.flush(timeout)
 
     def close(self) -> None:
         """Write what is dirty, as far as ``close_timeout_sec`` allows, and end. Idempotent; raises nothing of its own.
@@ -473,47 +454,7 @@ class TieredStore:
         Does not ask for KV. Memory that a caller, or an I/O thread in a system call that does not return, still
         uses is freed with its last user.
         """
-        with self._closing:
-            if self._core.closed:
-                return
-            deadline = time.monotonic() + self.config.close_timeout_sec
-            try:
-                self._finish(deadline - min(0.5, self.config.close_timeout_sec / 4))
-            finally:  # also when the call is interrupted
-                self._end(deadline)
-
-    def _finish(self, deadline: float) -> None:
-        """Let callers leave, and have written what can be."""
-        core = self._core
-        with core.lock:
-            core.closed = True
-            core.ask = all_present
-            while self._callers and time.monotonic() < deadline:
-                core.space_freed.wait(0.05)
-        self.flush(max(0.0, deadline - time.monotonic()))
-        if core.disk.health.readable:
-            with core.lock:  # so that the next start knows the order: least recently used first
-                leaving.submit_save_uses(core.state, core.state.orders.cold.values(), time.time_ns(), deadline)
-
-    def _end(self, deadline: float) -> None:
-        core = self._core
-        with core.lock:
-            left = core.state.orders.dirty_chunks
-            losses = Counter(entry.drop_reason for entry in core.state.orders.clean.values() if entry.drop_reason)
-            losses["close"] = len(core.state.orders.aging)
-        for reason, chunks in losses.items():
-            if chunks:
-                self.metrics.loss(reason, chunks)
-        ended = self._stop(max(deadline, time.monotonic() + _STOP_SEC))
-        self._publish()
-        self.metrics.publish(dict.fromkeys(GAUGES, 0))  # a store that is closed holds nothing
-        if ended and not self._callers:
-            core.arena.release()
-            if self._namespace is not None:
-                self._namespace.close()
-        else:  # what is still at work there keeps the memory and the directory, until the process ends
-            logger.warning("%s: an operation does not return; it is left running", self.directory)
-        logger.info("closed %s: %d chunk(s) not written", self.directory, left)
+        self._closing.close()
 
     @property
     def debug(self) -> StoreDebug:
@@ -523,21 +464,6 @@ class TieredStore:
     def wait_recovered(self, timeout: float) -> bool:
         """Wait until what was on disk at start is known, headers included. Returns whether it is."""
         return self._recovered.wait(timeout)
-
-    def _publish(self) -> None:
-        """Once a second: the metrics, and memory that has not been needed for a while."""
-        now = gauges(self._core)
-        self.metrics.report_losses()
-        self.metrics.publish(now)
-        self._core.pool.trim()
-
-    def _stop(self, deadline: float) -> bool:
-        """End the threads. Whether all of them have ended by the deadline (monotonic)."""
-        self._background.stop(deadline)
-        self._io.stop(deadline - _JOIN_SEC)
-        ended = self._io.join(deadline)
-        self._core.pool.close()
-        return ended
 
 
 # A process that ends without closing still writes what is dirty: the threads are daemons and run until then.

@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 MIN_IDLE_BUFFERS = 256 << 20
 
 
+def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
+    """The answer of a store that is coupled to no KV cache."""
+    return [Presence.PRESENT] * len(kv_keys)
+
+
 class Core:
     """See the module's text."""
 
@@ -46,6 +51,7 @@ class Core:
         self.metrics = metrics
         self.ask = ask
         self.closed = False
+        self.callers = 0  # calls that are using slots; the lock guards it
         self.recovered = False  # what is on disk is counted: writes may start
         self._recovered_by = time.monotonic() + config.read_timeout_sec
         self.state = TierState(
@@ -80,6 +86,19 @@ class Core:
             self.metrics.add_all(counts)
             for reason, chunks in losses.items():
                 self.metrics.loss(reason, chunks)
+
+    def flush(self, timeout: float) -> int:
+        """Have every dirty chunk written, waiting ``timeout`` seconds at most. Returns how many are still dirty."""
+        state, deadline = self.state, time.monotonic() + timeout
+        with self.lock:
+            state.flushing += 1
+            self.wake()
+            try:
+                while state.orders.aging and self.disk.health.writable and time.monotonic() < deadline:
+                    self.all_written.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+            finally:
+                state.flushing -= 1
+            return state.orders.dirty_chunks
 
     # -- without the lock ------------------------------------------------------------------------------
 

@@ -7,6 +7,14 @@ import time
 from lmcache_hs_backend.tiers.flows.core import Core
 
 
+def publish(core: Core) -> None:
+    """Bring the log and Prometheus up to date, and give up memory that has not been needed for a while."""
+    now = gauges(core)
+    core.metrics.report_losses()
+    core.metrics.publish(now)
+    core.pool.trim()
+
+
 def gauges(core: Core) -> dict[str, float]:
     """One consistent reading, under the lock, in constant time. Also brings the counters up to date."""
     state = core.state
