@@ -106,7 +106,7 @@ class TieredStore:
             namespace = self._namespace = opening.namespace(ident, executor)
             self.directory = namespace.directory
             core.disk = opening.on_io_thread(lambda: ChunkFiles(config, namespace, self.metrics, files))
-            opening.on_io_thread(lambda: opening.check_size(namespace.directory))
+            opening.on_io_thread(lambda: opening.fit_limits(core))
         except BaseException:
             end_threads(core, io, self._background, time.monotonic() + 1.0)
             if self._namespace is not None:
@@ -445,7 +445,10 @@ class TieredStore:
         return self._core.arena.pinned
 
     def flush(self, timeout: float) -> int:
-        """Write every dirty chunk, waiting ``timeout`` seconds at most. Returns how many are still dirty."""
+        """Write every dirty chunk, waiting ``timeout`` seconds at most. Returns how many still are to be written.
+
+        Chunks that can never be written (see ``drops_too_large``, ``drops_cold_limit``) do not count.
+        """
         return self._core.flush(timeout)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Mapping
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
 from lmcache_hs_backend.config import TieredConfig
@@ -39,6 +39,7 @@ from lmcache_hs_backend.format.pages import ALIGN, align
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.health import DiskHealth
 from lmcache_hs_backend.tiers.disk.namespace import NotOurs, OwnedNamespace
+from lmcache_hs_backend.tiers.disk.optional_calls import OptionalCalls
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +82,12 @@ class ChunkFiles:
         """Probes the directory for O_DIRECT, by writing."""
         directory = namespace.directory
         self.directory = directory
-        self.health = DiskHealth(directory, files, metrics, namespace.verify_lock)
+        self._calls = OptionalCalls(files, directory)
+        self._files = cast("FileLayer", self._calls)
+        self.health = DiskHealth(directory, self._files, metrics, namespace.verify_lock)
         self._config = config
         self._verify_lock = namespace.verify_lock
         self._metrics = metrics
-        self._files = files
         self._direct = config.use_odirect != "off" and self._probe_direct()
         # Threads that all wait for the disk come back from it together, and then the disk waits for them. So one too
         # many for it always has the next file ready.
@@ -96,7 +98,8 @@ class ChunkFiles:
 
     def use_files(self, files: FileLayer) -> None:
         """Send system calls through ``files`` from now on."""
-        self._files = self.health.files = files
+        self._calls = OptionalCalls(files, self.directory)
+        self._files = self.health.files = cast("FileLayer", self._calls)
 
     def path(self, name: bytes, *, archived: bool = False) -> str:
         """Where the file of a chunk is, or would be."""
@@ -127,13 +130,32 @@ class ChunkFiles:
         started = time.monotonic()
         try:
             path = self._checked_path(name, skip_lock_check=skip_lock_check)
-            preamble = chunk_file.fetch(self._files, path, layout, into, direct=self._direct, io_slots=self._io_slots)
+            preamble = self._fetch(path, layout, into)
         except (OSError, BadChunk) as error:
             raise self._classified(name, error) from None
         self._suspects.discard(name)
         read_bytes = sum(len(view) for view in into.values())
         self._metrics.observe("disk_read_seconds", time.monotonic() - started, read_bytes=read_bytes)
         return preamble
+
+    def _fetch(self, path: str, layout: FileLayout, into: Mapping[int, memoryview]) -> bytes:
+        try:
+            return chunk_file.fetch(self._files, path, layout, into, direct=self._direct, io_slots=self._io_slots)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            preamble = chunk_file.fetch(self._files, path, layout, into, direct=False, io_slots=self._io_slots)
+            self._direct = False  # reading with O_DIRECT is refused where writing with it was not
+            self._calls.refused("odirect", error)
+            return preamble
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the filesystem has free for us; None where it does not say."""
+        return self._calls.free_bytes(self.directory)
+
+    def total_bytes(self) -> int | None:
+        """The size of the filesystem; None where it does not say."""
+        return self._calls.total_bytes(self.directory)
 
     def check(
         self,
@@ -357,7 +379,7 @@ class ChunkFiles:
         for path in (folder,) if parent == self.directory else (parent, folder):
             with contextlib.suppress(FileExistsError):
                 self._files.mkdir(path, self._config.cold_dir_mode)
-                os.chmod(path, self._config.cold_dir_mode)
+                self._calls.chmod(path, self._config.cold_dir_mode)
                 self._sync_folder(os.path.dirname(path))
 
     def _sync_folder(self, folder: str) -> None:

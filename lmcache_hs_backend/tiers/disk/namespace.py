@@ -24,11 +24,13 @@ import aiofiles
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.layout import LOCK, RECORD, temporary_name
 from lmcache_hs_backend.format.namespace import NamespaceId, NamespaceRecordError, read_record
+from lmcache_hs_backend.tiers.disk.optional_calls import REFUSALS
 
 logger = logging.getLogger(__name__)
 
 #: A dying process, or one that evicts from a dead namespace, holds the lock for a moment.
 _LOCK_TIMEOUT_SEC = 1.0
+_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def make_directories(path: str, mode: int) -> None:
@@ -40,7 +42,12 @@ def make_directories(path: str, mode: int) -> None:
         make_directories(parent, mode)
     with contextlib.suppress(FileExistsError):  # another process has just made it
         os.mkdir(path, mode)
-        os.chmod(path, mode)  # whatever the umask: the setting is about these directories alone
+        try:
+            os.chmod(path, mode)  # whatever the umask: the setting is about these directories alone
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            logger.warning("%s keeps the permissions that the umask gives it, not cold_dir_mode: %s", path, error)
 
 
 def _is_described(directory: str, record: dict[str, Any]) -> bool:
@@ -84,6 +91,13 @@ class NamespaceLock:
             os.close(fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return None
+            if error.errno in _NO_FLOCK:
+                raise OSError(
+                    error.errno,
+                    "the filesystem does not offer flock, which keeps two processes from writing one directory: use a "
+                    "local disk, or mount it with locks (NFS: local_lock=flock; Lustre: flock)",
+                    directory,
+                ) from None
             raise
         return cls(fd, directory)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from lmcache_hs_backend.tiers.flows.clear import Clear
 from lmcache_hs_backend.tiers.flows.core import Core
-from lmcache_hs_backend.tiers.state import leaving
+from lmcache_hs_backend.tiers.state import leaving, writing
 from lmcache_hs_backend.tiers.state.entries import CONFIRMED, ChunkEntry
 
 TICK_SEC = 0.25
@@ -40,6 +40,8 @@ class Chores:
         with core.lock:
             if health.changes != self._health_changes:
                 self._health_changes = health.changes
+                if health.writable:
+                    writing.disk_has_room_again(state)
                 core.space_freed.notify_all()
                 core.all_written.notify_all()
                 core.work.notify_all()

@@ -57,6 +57,7 @@ class Core:
         self.state = TierState(
             capacity, archive_gone=config.on_kv_gone == "archive", max_cold_bytes=config.max_cold_bytes
         )
+        self.min_free_bytes = config.min_free_bytes
         self.arena = Arena(self.state.free_list.capacity)
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.policy = WritePolicy(config.clean_fraction * self.arena.capacity, config.write_back_sec)
@@ -88,7 +89,7 @@ class Core:
                 self.metrics.loss(reason, chunks)
 
     def flush(self, timeout: float) -> int:
-        """Have every dirty chunk written, waiting ``timeout`` seconds at most. Returns how many are still dirty."""
+        """Have every dirty chunk written, waiting ``timeout`` seconds at most. Returns how many still are to be."""
         state, deadline = self.state, time.monotonic() + timeout
         with self.lock:
             state.flushing += 1
@@ -98,7 +99,7 @@ class Core:
                     self.all_written.wait(min(0.1, max(0.0, deadline - time.monotonic())))
             finally:
                 state.flushing -= 1
-            return state.orders.dirty_chunks
+            return len(state.orders.aging)
 
     # -- without the lock ------------------------------------------------------------------------------
 

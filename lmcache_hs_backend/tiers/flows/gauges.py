@@ -32,7 +32,7 @@ def gauges(core: Core) -> dict[str, float]:
             "quarantined_chunks": len(state.accounts.quarantined),
             "unconfirmed_chunks": state.unconfirmed_chunks,
             "capacity_bytes": state.free_list.capacity,
-            "cold_limit_bytes": core.config.max_cold_bytes,
+            "cold_limit_bytes": state.max_cold_bytes,
             "cold_online": int(writable),
             "pinned": int(core.arena.pinned),
             "slots_stuck": state.jobs.stuck(stuck_since),

@@ -51,7 +51,7 @@ class MakeRoom:
     def reserve(self, nbytes: int) -> None:
         """Count ``nbytes`` as taken, after making room for them. Raises NoRoom."""
         core = self._core
-        if nbytes > core.config.max_cold_bytes:
+        if nbytes > core.state.max_cold_bytes:
             raise NoRoom(forever=True)
         if not self._reserving.acquire(timeout=_EVICT_SEC):
             raise NoRoom(forever=False)
@@ -98,7 +98,7 @@ class MakeRoom:
         """Delete one file if there are more bytes than the limit allows. False when there are not."""
         core = self._core
         with core.lock:
-            over = core.state.accounts.total > core.config.max_cold_bytes
+            over = core.state.accounts.total > core.state.max_cold_bytes
         return over and self.evict(1)
 
     def empty_trash(self, count: int = _TRASH_FILES) -> int:
@@ -223,10 +223,7 @@ class MakeRoom:
     def _missing_free_bytes(self, nbytes: int) -> int:
         """How many bytes more must be free so that writing ``nbytes`` leaves min_free_disk."""
         core = self._core
-        if not core.config.min_free_bytes:
+        if not core.min_free_bytes:
             return 0
-        try:
-            disk = self._files.statvfs(core.disk.directory)
-        except OSError:
-            return 0  # the write itself will tell
-        return max(0, core.config.min_free_bytes + nbytes - disk.f_bavail * disk.f_frsize)
+        free = core.disk.free_bytes()
+        return 0 if free is None else max(0, core.min_free_bytes + nbytes - free)

@@ -7,7 +7,7 @@ the user's own words: the setting, its value, what is allowed.
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +26,10 @@ from lmcache_hs_backend.tiers.flows.recover import Recover
 _TIMEOUT_SEC = 20.0
 _LOOK_AGAIN_SEC = 1.0
 _DEAD_SCAN_SEC = 60.0
+#: A limit of 1000 GB for a disk of 931 GiB is a unit taken for another one.
+_A_LITTLE_ABOVE = 1.1
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,19 +65,33 @@ class Opening:
         except FutureTimeoutError:
             raise self._no_answer() from None
 
-    def check_size(self, directory: str) -> None:
-        """Compare the limits with the size of the filesystem. Raises ConfigError."""
-        disk = os.statvfs(directory)
-        total = disk.f_blocks * disk.f_frsize
-        for name, nbytes in (
-            ("max_cold_size", self._config.max_cold_bytes),
-            ("min_free_disk", self._config.min_free_bytes),
-        ):
-            if nbytes > total:
-                raise ConfigError(
-                    f"{self._setting(name)} is {getattr(self._config, name):g}, but must be at most {total / GIB:.4g}, "
-                    f"the size in GB of the filesystem of {self._config.cold_path}"
-                )
+    def fit_limits(self, core: Core) -> None:
+        """Compare the limits with the size of the filesystem.
+
+        A default, and a limit that is a little above it (GB taken for GiB, say), is cut down with a WARNING. Raises
+        ConfigError for what is far above.
+        """
+        total = core.disk.total_bytes()
+        if total is None:
+            return
+        if core.state.max_cold_bytes > total:
+            self._refuse_or_warn("max_cold_size", core.state.max_cold_bytes, total, total)
+            core.state.max_cold_bytes = total
+        if core.min_free_bytes > total:
+            self._refuse_or_warn("min_free_disk", core.min_free_bytes, total, total // 20)
+            core.min_free_bytes = total // 20
+
+    def _refuse_or_warn(self, name: str, nbytes: int, total: int, used: int) -> None:
+        value, default = getattr(self._config, name), type(self._config).__dataclass_fields__[name].default
+        if value != default and nbytes > total * _A_LITTLE_ABOVE:
+            raise ConfigError(
+                f"{self._setting(name)} is {value:g}, but must be at most {total / GIB:.4g}, "
+                f"the size in GB of the filesystem of {self._config.cold_path}"
+            )
+        logger.warning(
+            "%s is %g, but the filesystem of %s has %.4g GB: %.4g GB are used",
+            self._setting(name), value, self._config.cold_path, total / GIB, used / GIB,
+        )  # fmt: skip
 
     async def recover(self, core: Core, room: MakeRoom, executor: IoExecutor, recovered: threading.Event) -> None:
         """Find what is there already, then look again for as long as the store is open. Runs in the background.

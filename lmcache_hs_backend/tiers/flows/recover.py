@@ -83,7 +83,7 @@ class Recover:
                 "found in %s: %d chunk(s) of %.3g GB; quarantined, archived or of other namespaces: %.3g GB; "
                 "limit %.3g GB",
                 self._directory, len(files), accounts.own / GIB, (accounts.total - accounts.own) / GIB,
-                core.config.max_cold_size,
+                core.state.max_cold_bytes / GIB,
             )  # fmt: skip
 
     async def read_headers(self) -> None:
@@ -100,7 +100,7 @@ class Recover:
     async def trim(self) -> None:
         """Bring what was found under the limit, which may be lower than it was."""
         loop = asyncio.get_running_loop()
-        excess = self._core.state.accounts.total - self._core.config.max_cold_bytes
+        excess = self._core.state.accounts.total - self._core.state.max_cold_bytes
         if excess > 0:
             logger.info("%s: %.2f GB above max_cold_size leave, oldest first", self._directory, excess / GIB)
         while await loop.run_in_executor(self._executor, self._trim_batch):

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmcache_hs_backend.format.header import FileLayout
-from lmcache_hs_backend.tiers.state.entries import KNOWN, ChunkEntry
+from lmcache_hs_backend.tiers.state.entries import KNOWN, LEAVING, ChunkEntry
 from lmcache_hs_backend.tiers.state.jobs import DeleteJob, WriteJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
@@ -130,6 +130,14 @@ def _end(state: TierState, job: WriteJob, written: int, now: float) -> None:
     state.writing_bytes -= job.slot_bytes
     state.unpin([job.entry])
     state.jobs.finish(job.name)
+
+
+def disk_has_room_again(state: TierState) -> None:
+    """After a disk was full: chunks in RAM whose files had to make room are to be written again."""
+    for entry in list(state.orders.clean.values()):
+        if entry.drop_reason == "cold_limit" and entry.file is not LEAVING:
+            entry.drop_reason = ""
+            state.orders.reindex(entry)
 
 
 def release(state: TierState, nbytes: int) -> None:
