@@ -139,10 +139,11 @@ class ChunkFiles:
         return preamble
 
     def _fetch(self, path: str, layout: FileLayout, into: Mapping[int, memoryview]) -> bytes:
+        direct = self._direct  # another thread may turn it off at any moment
         try:
-            return chunk_file.fetch(self._files, path, layout, into, direct=self._direct, io_slots=self._io_slots)
+            return chunk_file.fetch(self._files, path, layout, into, direct=direct, io_slots=self._io_slots)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
             preamble = chunk_file.fetch(self._files, path, layout, into, direct=False, io_slots=self._io_slots)
             self._direct = False  # reading with O_DIRECT is refused where writing with it was not
