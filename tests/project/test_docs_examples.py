@@ -158,7 +158,10 @@ def test_the_readmes_yaml_has_twelve_lines_and_loads_in_a_real_engine(
     ((_, text),) = blocks(ROOT / "README.md", "yaml")
     assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 12
     loaded = yaml.safe_load(text)
-    changed = {"max_local_cpu_size": 0.1, "max_hidden_state_cpu_size": 0.1, "local_cpu": True}
+    changed = {
+        "max_local_cpu_size": 0.1, "max_hidden_state_cpu_size": 0.1, "local_disk": f"file://{tmp_path}/kv/",
+        "max_local_disk_size": 0.1,
+    }  # fmt: skip
     assert set(changed) <= set(loaded)
     extra = loaded["extra_config"]
     extra |= {
