@@ -73,6 +73,7 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
+        """Add the options of a training run."""
         parser.add_argument("--hs-cold-path", type=str, default=None, help=f"cold paths, separated by {os.pathsep!r}")
         parser.add_argument("--hs-model", type=str, default=None, help="which rows, where there are several models")
         parser.add_argument(
@@ -83,6 +84,7 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        """Add the options of a server that captures."""
         parser.add_argument("--hs-cold-path", type=str, default=None, help="directory of the cold tier")
         parser.add_argument("--hs-files", type=str, default="/tmp/hidden_states", help="folder of per-request files")
 

@@ -67,6 +67,7 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- beside the model --------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find the cache of hidden states. Only the first tensor-parallel rank takes rows."""
         if get_tensor_model_parallel_rank() != 0:
             return
         layers = hidden_states_layers(self._vllm_config, kv_caches)
@@ -112,19 +113,23 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing is ever loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Called when a layer is written; the one of hidden states says that this step has rows."""
         if layer_name == self._layer_name and self._worker is not None:
             self._worker.wrote_hidden_states()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy what is left in blocks that a preemption takes away, before the step."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.before_step(kv_connector_metadata.step)
 
     def wait_for_save(self) -> None:
+        """Take the rows of chunks that this step has completed. Copies go on after it."""
         step = self._step()
         if self._worker is not None and step is not None:
             self._worker.after_step(step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose blocks vLLM may free: their copies are done. None was loaded."""
         step = self._step()
         finished = step.finished if step is not None else []
         if self._worker is None:
@@ -137,21 +142,25 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.pop_finished() or None, None
 
     def shutdown(self) -> None:
+        """Write what is not on disk yet, and end."""
         if self._worker is not None:
             self._worker.close()
 
     # -- beside the scheduler ----------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """No tokens: this connector never gives vLLM any KV. It notes what vLLM found in its own prefix cache."""
         if self._tracker is not None:
             self._tracker.found_locally(request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has blocks."""
         if self._tracker is not None:
             self._tracker.allocated(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What the workers have to do in this step."""
         assert self._tracker is not None  # vLLM calls this beside the scheduler only
         return StepMetadata(self._tracker.step(scheduler_output))
 
@@ -162,12 +171,14 @@ class HSTieredConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks have to stay until rows are copied, and what the reply says of them."""
         assert self._tracker is not None
         return self._tracker.finish(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``, with the blocks of all cache groups."""
         # A request that was never scheduled has no blocks of any group.
         return self.request_finished(request, block_ids[self._group] if self._group < len(block_ids) else [])
 

@@ -19,4 +19,5 @@ class KeyFormat(NamedTuple):
     dtype: str
 
     def key(self, hash_hex: str) -> str:
+        """The full key of the chunk with this hash."""
         return f"{self.model}@1@0@{hash_hex}@{self.dtype}"

@@ -56,14 +56,17 @@ class ConnectorSettings(TieredConfig):
 
     @property
     def hot_bytes(self) -> int:
+        """``hot_size`` in bytes."""
         return int(self.hot_size * GIB)
 
     @property
     def to_tiers(self) -> bool:
+        """Whether rows go to chunks."""
         return self.emit != "files"
 
     @property
     def to_files(self) -> bool:
+        """Whether rows go to a file for each request."""
         return self.emit != "tiers"
 
     @property

@@ -39,8 +39,14 @@ class DiskHealth:
     """The state of one disk."""
 
     def __init__(self, directory: str, files: FileLayer, metrics: Metrics, verify_lock: Callable[[], None]) -> None:
-        """``verify_lock`` raises OSError when the directory is no longer ours: then the disk is not back, whatever
-        else it answers.
+        """Start online.
+
+        Args:
+            directory: The namespace's; probes write there.
+            files: The system calls.
+            metrics: Where failures are counted.
+            verify_lock: Raises OSError when the directory is no longer ours. Then the disk is not back, whatever else
+                it answers.
         """
         self.state = ColdState.ONLINE
         self.changes = 0  # how often the state has changed: a waiter that sees another number looks again
@@ -56,10 +62,12 @@ class DiskHealth:
 
     @property
     def readable(self) -> bool:
+        """Whether reads are tried."""
         return self.state is not ColdState.OFFLINE
 
     @property
     def writable(self) -> bool:
+        """Whether writes are tried."""
         return self.state is ColdState.ONLINE
 
     def failed(self, what: str, error: OSError) -> None:

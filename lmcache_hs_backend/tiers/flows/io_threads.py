@@ -51,6 +51,7 @@ class IoThreads:
 
     @property
     def count(self) -> int:
+        """How many threads there are."""
         return len(self._threads)
 
     def register(self, kind: type[Job], flow: Callable[[Any], None]) -> None:
@@ -160,4 +161,5 @@ class IoExecutor(concurrent.futures.Executor):
         self._io = io
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call a function on an I/O thread."""
         return self._io.call(lambda: function(*args, **kwargs))

@@ -38,15 +38,18 @@ class StrictLock:
         self._due = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As ``threading.Lock.acquire``."""
         return self._lock.acquire(blocking, timeout)
 
     def release(self) -> None:
+        """Check, then release. The lock is released also when the check fails."""
         try:
             self._check()
         finally:
             self._lock.release()
 
     def locked(self) -> bool:
+        """As ``threading.Lock.locked``."""
         return self._lock.locked()
 
     __enter__ = acquire

@@ -145,10 +145,12 @@ class JobQueue:
 
     @property
     def busy_names(self) -> frozenset[bytes]:
+        """Names with an operation that is queued or running."""
         return frozenset(self._busy)
 
     @property
     def running_names(self) -> frozenset[bytes]:
+        """Names with an operation that is running."""
         return frozenset(self._running)
 
     @property
@@ -158,6 +160,7 @@ class JobQueue:
 
     @property
     def queued_reads(self) -> int:
+        """Reads that wait for a thread."""
         return len(self._reads)
 
     def stuck(self, since: float) -> int:

@@ -29,6 +29,7 @@ class FreeList:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes that are not free."""
         return self.capacity - self.free_bytes
 
     def allocate(self, nbytes: int, count: int = 1) -> list[int]:

@@ -103,12 +103,15 @@ def commit_store(
     """The copied rows of ``batch`` become part of their chunks. Returns how many chunks are newly counted.
 
     Args:
-        placed: the slots of each chunk of the batch.
-        describe: what a file of the chunk will say of it, kept for as long as it has rows in RAM.
-        now: monotonic.
-        streaming: this is not the first batch of its call. What does not fit beside the prefix passes through the
+        state: The tiers' state.
+        plan: What ``plan_store`` has returned for the call.
+        batch: The chunks of the plan whose rows were copied.
+        placed: The slots of each chunk of the batch.
+        describe: What a file of the chunk will say of it, kept for as long as it has rows in RAM.
+        now: Monotonic time in seconds.
+        streaming: This is not the first batch of its call. What does not fit beside the prefix passes through the
             last slots: written first, evicted first.
-        more: nor is it the last one.
+        more: More batches follow.
     """
     if state.epoch != plan.epoch:
         abort_store(state, placed)

@@ -155,13 +155,16 @@ class Demand:
         self._nbytes = 0
 
     def set(self, nbytes: int) -> None:
+        """This call wants so many bytes in all."""
         self._state.wanted_bytes += nbytes - self._nbytes
         self._nbytes = nbytes
 
     def lower(self, nbytes: int) -> None:
+        """It wants at most so many."""
         self.set(min(self._nbytes, nbytes))
 
     def end(self) -> None:
+        """It wants none."""
         self.set(0)
 
     def is_promised(self, needed: int, now: float, deadline: float, *, starting: bool) -> bool:

@@ -27,6 +27,7 @@ class HostRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -41,6 +42,7 @@ class HiddenStatesCache:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the rows."""
         return self._cache.dtype
 
     def layers(self, blocks: Sequence[int], start: int, num_tokens: int, positions: Sequence[int]) -> HostRows:

@@ -26,6 +26,7 @@ class EngineStore(NamedTuple):
 
     @property
     def tiers(self) -> TieredStore:
+        """The tiers below the engine's store."""
         tiers: TieredStore = self.store.tiers
         return tiers
 

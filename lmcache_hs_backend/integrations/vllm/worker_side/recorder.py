@@ -87,6 +87,7 @@ class RequestRecorder:
             self._write(waiting, refs)
 
     def close(self) -> None:
+        """Close the file of records."""
         self._writer.close()
 
     # -- inside ------------------------------------------------------------------------------------------
