@@ -185,7 +185,7 @@ class StoreDebug:
         with self._core.lock:
             leaving.delete_again(self._core.state)
         self._store._chores.tick()
-        self._store._room.refresh_dead()
+        self._store._neighbours.look()
         publish(self._core)
 
     def go_offline(self, why: str) -> None:

@@ -43,6 +43,7 @@ from lmcache_hs_backend.tiers.flows.core import Core, all_present
 from lmcache_hs_backend.tiers.flows.gauges import gauges, publish
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
+from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
 from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
@@ -112,7 +113,8 @@ class TieredStore:
             if self._namespace is not None:
                 self._namespace.close()
             raise
-        self._copier, self._room, self._clear = Copier(core.arena, io), MakeRoom(core, files), Clear(core, io)
+        self._copier, self._clear, self._neighbours = Copier(core.arena, io), Clear(core, io), Neighbours(core, files)
+        self._room = MakeRoom(core, files, self._neighbours)
         self._chores = Chores(core, self._clear)
         headers, reads = Headers(core), Reads(core)
         io.register(ReadJob, reads.run)
@@ -120,7 +122,7 @@ class TieredStore:
         self._write_back = WriteBack(core, io, self._room)
         self._store = Store(core, self._copier, headers, ident.model, capture)
         self._retrieve = Retrieve(core, self._copier, reads, headers)
-        self._background.start(opening.recover(core, self._room, executor, self._recovered))
+        self._background.start(opening.recover(core, self._room, self._neighbours, executor, self._recovered))
         self._background.every(TICK_SEC, self._chores.tick)
         self._background.every(_PUBLISH_SEC, lambda: publish(core))
         self._closing = Closing(core, io, self._background, namespace)

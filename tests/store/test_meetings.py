@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.flows import recover
+from lmcache_hs_backend.tiers.flows import neighbours, recover
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from tests.store.test_faults import tmpfs
 from tests.support.disks import FaultyDisk
@@ -337,7 +337,7 @@ def test_a_cold_path_that_cannot_be_listed_costs_only_the_count_of_other_namespa
     def refused(path: str) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(recover, "namespaces", refused)
+    monkeypatch.setattr(neighbours, "namespaces", refused)
     with opened(tmp_path) as store:  # waits until it has recovered
         assert store.covered(p.names, [0]) == 2
         assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)

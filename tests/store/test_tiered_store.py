@@ -592,15 +592,70 @@ def test_presence_that_raises_is_unknown_and_deletes_nothing(tmp_path: Path) -> 
         assert store.stats()["errors_presence"] >= 2
 
 
-def test_a_second_process_gets_a_directory_of_its_own_and_finds_it_again(tmp_path: Path) -> None:
+def test_a_second_process_gets_a_directory_of_its_own_and_its_chunks_are_found_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     p, q = prompt(1), prompt(1)
-    for _ in range(2):
-        with opened(tmp_path) as first, opened(tmp_path) as second:
-            assert second.directory == f"{first.directory}/p1"
-            first.store(p.refs, p.bytes, {0: rows(CHUNK, seed=1)})
-            second.store(q.refs, q.bytes, {0: rows(CHUNK, seed=2)})
-            assert first.retrieve(q.refs, [0]) == {}
-            assert torch.equal(second.retrieve(q.refs, [0])[0], rows(CHUNK, seed=2).float())
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        assert second.directory == f"{first.directory}/p1"
+        assert f"{first.directory} is held by another process" in caplog.text
+        first.store(p.refs, p.bytes, {0: rows(CHUNK, seed=1)})
+        second.store(q.refs, q.bytes, {0: rows(CHUNK, seed=2)})
+        assert first.retrieve(q.refs, [0]) == {}
+        assert torch.equal(second.retrieve(q.refs, [0])[0], rows(CHUNK, seed=2).float())
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        assert second.directory == f"{first.directory}/p1"
+        assert torch.equal(first.retrieve(p.refs, [0])[0], rows(CHUNK, seed=1).float())
+        assert torch.equal(first.retrieve(q.refs, [0])[0], rows(CHUNK, seed=2).float())
+        assert len(second) == 0
+        check_balance(first)
+
+
+def test_the_chunks_of_a_process_that_ends_are_adopted_while_we_run(tmp_path: Path) -> None:
+    p, q = prompt(4), prompt(4)
+    with opened(tmp_path) as first:
+        with opened(tmp_path) as second:
+            second.store(q.refs, q.bytes, {0: rows(4 * CHUNK, seed=2)})
+            first.store(p.refs, p.bytes, {0: rows(4 * CHUNK, seed=1)})
+        first.debug.run_chores()
+        wait_until(lambda: first.covered(q.names, [0]) == 4)
+        assert torch.equal(first.retrieve(q.refs, [0])[0], rows(4 * CHUNK, seed=2).float())
+        assert first.flush(10) == 0
+        check_balance(first)
+
+
+def test_what_was_filled_before_a_clear_is_not_adopted_after_it(tmp_path: Path) -> None:
+    q = prompt(4)
+    with opened(tmp_path) as first:
+        with opened(tmp_path) as second:
+            second.store(q.refs, q.bytes, {0: rows(4 * CHUNK, seed=2)})
+            first.clear()
+        first.debug.run_chores()
+        assert first.covered(q.names, [0]) == 0
+        assert first.debug.disk().dead > 0, "it counts, and leaves first"
+
+
+def test_a_namespace_whose_process_ends_while_we_run_counts_and_leaves_first(tmp_path: Path) -> None:
+    other = IDENT.__class__(**{**IDENT.__dict__, "model": "org/other"})
+    size = 4096 + LAYER_BYTES
+    with opened(tmp_path, max_cold_size=8 * size / 1024**3) as store:
+        with opened(tmp_path, ident=other) as dying:
+            p = prompt(4)
+            dying.store(p.refs, p.bytes, {0: rows(4 * CHUNK)})
+            store.debug.run_chores()
+            assert store.debug.disk().dead == 0
+            dead = Path(dying.directory)
+        store.debug.run_chores()
+        assert store.debug.disk().dead == 4 * size
+        q = prompt(6)
+        store.store(q.refs, q.bytes, {0: rows(6 * CHUNK)})
+        assert store.flush(10) == 0
+        assert len(list(dead.glob("??/*.safetensors"))) <= 3
+        assert store.covered(q.names, [0]) == 6
+        with opened(tmp_path, ident=other):
+            store.debug.run_chores()
+            assert store.debug.disk().dead == 0, "it has an owner again"
+        check_balance(store)
 
 
 def test_a_dead_namespace_leaves_first_and_a_live_one_never(tmp_path: Path) -> None:

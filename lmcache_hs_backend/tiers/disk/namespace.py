@@ -158,6 +158,11 @@ class OwnedNamespace:
                     except BaseException:
                         lock.close()
                         raise
+                    if number:
+                        logger.warning(
+                            "%s is held by another process; this one uses %s. What it writes is found by the next "
+                            "start, or by the other process, when this one has ended.", root, directory,
+                        )  # fmt: skip
                     return cls(directory, lock)
                 if on_locked == "error":
                     raise ConfigError(

@@ -62,7 +62,7 @@ class OptionalCalls:
         except OSError as error:
             self.refused("statvfs", error)
             return None
-        return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+        return disk.f_bavail * disk.f_frsize
 
     def total_bytes(self, path: str) -> int | None:
         """The size of the filesystem; None where it does not say."""

@@ -13,8 +13,9 @@ import threading
 import time
 
 from lmcache_hs_backend.format.chunk_file import FileLayer
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock, refuse_links
+from lmcache_hs_backend.tiers.disk.namespace import refuse_links
 from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.state import making_room
 from lmcache_hs_backend.tiers.state.tier_state import Victim, VictimKind
 
@@ -37,16 +38,15 @@ class NoRoom(Exception):
 class MakeRoom:
     """Reserves bytes for writes, and deletes files for them."""
 
-    def __init__(self, core: Core, files: FileLayer) -> None:
+    def __init__(self, core: Core, files: FileLayer, neighbours: Neighbours) -> None:
         self._core = core
         self._files = files
+        self._neighbours = neighbours
         # Held from the look at the disk until the bytes are promised, or two writes would take the same room, and each
-        # find that deleting has not helped. Taken before ``_deleting_dead`` and the store's lock; the disk may hang
+        # find that deleting has not helped. Taken before the store's lock; the disk may hang
         # under it, so it is waited for with a timeout.
         self._reserving = threading.Lock()
         self._emptying = threading.Lock()  # held by the thread that deletes files of the trash
-        # Held while a file of a dead namespace is deleted: its flock does not tell our own threads apart.
-        self._deleting_dead = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
         """Count ``nbytes`` as taken, after making room for them. Raises NoRoom."""
@@ -117,19 +117,10 @@ class MakeRoom:
         finally:
             self._emptying.release()
 
-    def refresh_dead(self) -> None:
-        """Stop counting dead namespaces that another process has locked since, or removed."""
-        with self._core.lock:
-            directories = {directory for _, directory in self._core.state.accounts.dead_files}
-        for directory in directories:
-            with self._deleting_dead:
-                lock = self._lock_dead(directory)
-                if lock is not None:
-                    lock.close()
-
     def use_files(self, files: FileLayer) -> None:
         """Send system calls through ``files`` from now on."""
         self._files = files
+        self._neighbours.use_files(files)
 
     # -- eviction --------------------------------------------------------------------------------------
 
@@ -179,10 +170,12 @@ class MakeRoom:
         disk = self._core.disk
         if victim.kind is VictimKind.OWN:
             return victim.size if disk.unlink(victim.name) else None
+        if victim.kind is VictimKind.DEAD:
+            freed = self._neighbours.delete_oldest(victim.directory)
+            victim.size = freed or 0
+            return freed
         path = disk.path(victim.name, archived=True) if victim.file is None else victim.file.path
         try:
-            if victim.kind is VictimKind.DEAD:
-                return self._delete_dead(victim, path)
             self._unlink(path, disk.directory)
         except OSError as error:
             # It stays, and is not looked at again; after a restart it is found and counted once more.
@@ -191,34 +184,10 @@ class MakeRoom:
             return None
         return victim.size
 
-    def _delete_dead(self, victim: Victim, path: str) -> int:
-        """Delete a file of a dead namespace, unless it has an owner again: then none of it was ours to count."""
-        with self._deleting_dead:
-            lock = self._lock_dead(victim.directory)
-            if lock is None:
-                return 0
-            try:
-                self._unlink(path, victim.directory)
-            finally:
-                lock.close()
-        return victim.size
-
     def _unlink(self, path: str, directory: str) -> None:
         refuse_links(path, directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(path)
-
-    def _lock_dead(self, directory: str) -> NamespaceLock | None:
-        """The lock of a dead namespace, or None: then it has an owner, or is gone, and is not counted any more."""
-        try:
-            lock = NamespaceLock.take(directory)
-        except OSError as error:
-            logger.info("%s is no longer counted: %s", directory, error)
-            lock = None
-        if lock is None:
-            with self._core.lock:
-                self._core.state.accounts.forget_dead(directory)
-        return lock
 
     def _missing_free_bytes(self, nbytes: int) -> int:
         """How many bytes more must be free so that writing ``nbytes`` leaves min_free_disk."""

@@ -21,11 +21,12 @@ from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
+from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.recover import Recover
 
 _TIMEOUT_SEC = 20.0
 _LOOK_AGAIN_SEC = 1.0
-_DEAD_SCAN_SEC = 60.0
+_NEIGHBOURS_SEC = 10.0
 #: A limit of 1000 GB for a disk of 931 GiB is a unit taken for another one.
 _A_LITTLE_ABOVE = 1.1
 
@@ -72,7 +73,8 @@ class Opening:
         ConfigError for what is far above.
         """
         total = core.disk.total_bytes()
-        if total is None:
+        if total is None:  # then what is free is not known either
+            core.min_free_bytes = 0
             return
         if core.state.max_cold_bytes > total:
             self._refuse_or_warn("max_cold_size", core.state.max_cold_bytes, total, total)
@@ -93,12 +95,14 @@ class Opening:
             self._setting(name), value, self._config.cold_path, total / GIB, used / GIB,
         )  # fmt: skip
 
-    async def recover(self, core: Core, room: MakeRoom, executor: IoExecutor, recovered: threading.Event) -> None:
+    async def recover(
+        self, core: Core, room: MakeRoom, neighbours: Neighbours, executor: IoExecutor, recovered: threading.Event
+    ) -> None:
         """Find what is there already, then look again for as long as the store is open. Runs in the background.
 
         Nothing is written before it is known what the disk holds. ``recovered`` is set when all headers are read.
         """
-        recover = Recover(core, room, self._config.cold_path, executor)
+        recover = Recover(core, room, neighbours, executor)
         try:
             await recover.scan()
         finally:
@@ -115,9 +119,9 @@ class Opening:
             await asyncio.sleep(_LOOK_AGAIN_SEC)
             if core.state.orders.unread_files and core.disk.health.readable:
                 await recover.read_headers()  # a disk that had failed is back
-            if time.monotonic() - scanned > _DEAD_SCAN_SEC:
+            if time.monotonic() - scanned > _NEIGHBOURS_SEC:
                 scanned = time.monotonic()
-                await recover.refresh_dead()
+                await recover.look_at_neighbours()
 
     def _no_answer(self) -> ConfigError:
         return ConfigError(

@@ -28,11 +28,10 @@ from lmcache_hs_backend.format.layout import (
     scan_flat,
     scan_folder,
 )
-from lmcache_hs_backend.format.namespace import namespaces
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
+from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.state import recovering
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
 
@@ -48,10 +47,10 @@ T = TypeVar("T")
 class Recover:
     """Brings the files of a cold path into the state of a store."""
 
-    def __init__(self, core: Core, room: MakeRoom, cold_path: str, executor: IoExecutor) -> None:
+    def __init__(self, core: Core, room: MakeRoom, neighbours: Neighbours, executor: IoExecutor) -> None:
         self._core = core
         self._room = room
-        self._cold_path = cold_path
+        self._neighbours = neighbours
         self._directory = core.disk.directory
         self._executor = executor
 
@@ -76,7 +75,7 @@ class Recover:
         with core.lock:
             recovering.all_sized(core.state)
         await loop.run_in_executor(self._executor, self._scan_archive)
-        await loop.run_in_executor(self._executor, self._scan_dead)
+        await loop.run_in_executor(self._executor, self._neighbours.look)
         accounts = core.state.accounts
         if accounts.total:
             logger.info(
@@ -106,9 +105,9 @@ class Recover:
         while await loop.run_in_executor(self._executor, self._trim_batch):
             pass
 
-    async def refresh_dead(self) -> None:
-        """Namespaces that were dead and have an owner again are no longer ours to count."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._room.refresh_dead)
+    async def look_at_neighbours(self) -> None:
+        """Count namespaces that have lost their owner, forget those that have one again."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._neighbours.look)
 
     # -- on an I/O thread --------------------------------------------------------------------------------
 
@@ -145,32 +144,6 @@ class Recover:
         for file in archived:
             if not file.name:
                 _remove(file.path)
-
-    def _scan_dead(self) -> None:
-        """Namespaces that no process holds: another model, an earlier revision, a second process's leftovers."""
-        dead: list[tuple[FoundFile, str]] = []
-        try:
-            others = [directory for directory, _ in namespaces(self._cold_path)]
-        except OSError as error:  # ours is open and works
-            logger.warning("other namespaces are not counted: %s cannot be listed: %s", self._cold_path, error)
-            return
-        for directory in others:
-            try:
-                if os.path.samefile(directory, self._directory):
-                    continue
-                lock = NamespaceLock.take(directory)
-            except OSError as error:
-                logger.info("%s is not counted: %s", directory, error)
-                continue
-            if lock is None:
-                continue
-            lock.close()  # only tried: its owner may be starting at this moment, and eviction takes it again
-            folders = (directory, os.path.join(directory, ARCHIVE))
-            aside = scan_flat(os.path.join(directory, QUARANTINE))
-            dead.extend((file, directory) for file in itertools.chain(*map(scan_chunks, folders), aside))
-        dead.sort(key=lambda item: item[0].mtime_ns)
-        with self._core.lock:
-            self._core.state.accounts.add_dead(dead)
 
     def _read_batch(self, batch: Iterable[ChunkEntry]) -> None:
         core, state = self._core, self._core.state

@@ -26,7 +26,7 @@ class DiskAccounts:
     leftover: dict[bytes, int] = field(default_factory=dict)
     quarantined: deque[FoundFile] = field(default_factory=deque)
     archived: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
-    dead_files: deque[tuple[FoundFile, str]] = field(default_factory=deque)  # and the namespace's directory
+    dead_bytes: dict[str, int] = field(default_factory=dict)  # of namespaces that no process holds, by directory
     #: The sizes of what was found at start are known: before, none of our own chunks is evicted.
     sized: bool = False
 
@@ -53,10 +53,23 @@ class DiskAccounts:
         """That file is gone, or another one has been renamed over it. Nothing happens when there is none."""
         self.own -= self.leftover.pop(name, 0)
 
-    def add_dead(self, files: list[tuple[FoundFile, str]]) -> None:
-        """Files of namespaces that no process holds, oldest first, each with its namespace's directory."""
-        self.dead_files.extend(files)
-        self.dead += sum(file.size for file, _ in files)
+    def add_dead(self, directory: str, nbytes: int) -> None:
+        """A namespace has no owner: its files count, and leave before our own."""
+        self.dead += nbytes - self.dead_bytes.get(directory, 0)
+        self.dead_bytes[directory] = nbytes
+
+    def dead_deleted(self, directory: str, nbytes: int) -> None:
+        """A file of a dead namespace is gone."""
+        nbytes = min(nbytes, self.dead_bytes.get(directory, 0))
+        self.dead -= nbytes
+        if directory in self.dead_bytes:
+            self.dead_bytes[directory] -= nbytes
+
+    def empty_dead(self, directory: str) -> None:
+        """A dead namespace has no files that could leave. It is remembered, and not counted again."""
+        if directory in self.dead_bytes:
+            self.dead -= self.dead_bytes[directory]
+            self.dead_bytes[directory] = 0
 
     def clear(self) -> None:
         """All chunks' files are trash, those of dropped ones included."""
@@ -70,6 +83,4 @@ class DiskAccounts:
 
     def forget_dead(self, directory: str) -> None:
         """A namespace that was dead has an owner again, or is gone: it is not ours to count."""
-        theirs = sum(file.size for file, owner in self.dead_files if owner == directory)
-        self.dead_files = deque(item for item in self.dead_files if item[1] != directory)
-        self.dead -= theirs
+        self.dead -= self.dead_bytes.pop(directory, 0)

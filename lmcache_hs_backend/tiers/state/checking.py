@@ -130,7 +130,7 @@ def _check_accounts(state: TierState) -> Iterator[str]:
             accounts.quarantine,
             sum(file.size for file in accounts.quarantined) + leaving[VictimKind.QUARANTINE],
         ),
-        ("dead", accounts.dead, sum(file.size for file, _ in accounts.dead_files) + leaving[VictimKind.DEAD]),
+        ("dead", accounts.dead, sum(accounts.dead_bytes.values())),
     ):
         if counted != actual:
             yield f"bytes on disk of kind {what!r}: counted {counted}, there are {actual}"

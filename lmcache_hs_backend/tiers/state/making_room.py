@@ -135,9 +135,9 @@ def _next_victim(state: TierState, now: float) -> Victim | None:
     if accounts.quarantined:
         file = accounts.quarantined.popleft()
         return Victim(VictimKind.QUARANTINE, file.size, file=file)
-    if accounts.dead_files:
-        file, directory = accounts.dead_files.popleft()
-        return Victim(VictimKind.DEAD, file.size, file=file, directory=directory)
+    dead = next((directory for directory, nbytes in accounts.dead_bytes.items() if nbytes), None)
+    if dead is not None:
+        return Victim(VictimKind.DEAD, 0, directory=dead)  # which file that is, its deletion finds out
     archived = next((name for name in accounts.archived if not jobs.is_busy(name)), None)
     if archived is not None:
         jobs.claim(archived, now)
@@ -194,5 +194,8 @@ def _end_eviction(state: TierState, victim: Victim) -> None:
 
 
 def _uncount(state: TierState, victim: Victim) -> None:
+    if victim.kind is VictimKind.DEAD:
+        state.accounts.dead_deleted(victim.directory, victim.size)
+        return
     kind = victim.kind.value
     setattr(state.accounts, kind, getattr(state.accounts, kind) - victim.size)

@@ -69,8 +69,8 @@ class Victim:
     kind: VictimKind
     size: int
     name: bytes = b""  # of the chunk, for OWN and ARCHIVE: busy until the eviction ends
-    file: FoundFile | None = None  # for QUARANTINE and DEAD
-    directory: str = ""  # for DEAD: the namespace, whose lock must be free
+    file: FoundFile | None = None  # for QUARANTINE
+    directory: str = ""  # for DEAD: the namespace
     entry: ChunkEntry | None = None  # for OWN
     layout: FileLayout | None = None  # what the entry's file held, for abort
     digests: bytes = b""
