@@ -178,7 +178,7 @@ class Metrics:
             self._reported.update(dict.fromkeys(due, now))
             losses = {reason: self._unreported.pop(reason) for reason in due}
         for reason, lost in losses.items():
-            # Evicting the oldest file is what a full cache does; everything else wants somebody's attention.
+            # Evicting the oldest file is what a full cache does; everything else needs attention.
             level = logging.INFO if reason == "cold_limit" else logging.WARNING
             logger.log(level, "hidden states of %d chunk(s) lost: %s (drops_%s)", lost, DROPS[reason], reason)
 

@@ -158,7 +158,7 @@ def _tensors_text(num_tokens: int, specs: tuple[LayerSpec, ...]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _tensors(num_tokens: int, specs: tuple[LayerSpec, ...]) -> dict[str, Any]:
-    """How a header describes its tensors. Equal for most chunks; not to be changed by whoever gets it."""
+    """How a header describes its tensors. Equal for most chunks; shared, so not to be changed."""
     end = num_tokens * TOKEN_BYTES
     tensors: dict[str, Any] = {TOKEN_IDS: {"dtype": "I64", "shape": [num_tokens], "data_offsets": [0, end]}}
     for spec in specs:
@@ -238,7 +238,7 @@ def with_token_ids(header: Header, preamble: bytes | memoryview) -> Header:
     for spec in header.layout.layers:
         checksum = header.checksums.get(layer_tensor(spec.layer_idx), "")
         if not _HEX8.fullmatch(checksum):
-            digests = b""  # whoever wants the rows of that layer will find out
+            digests = b""  # a read of that layer finds it out
             break
         digests += bytes.fromhex(checksum)
     return header._replace(token_ids=token_ids, digests=digests)

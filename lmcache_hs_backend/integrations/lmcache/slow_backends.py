@@ -2,7 +2,7 @@
 
 ``KvPresence`` decides what the answers mean; here each key gets True, False or None, and None is the answer of a
 backend that cannot be trusted to know, raised, or did not answer in time. What LMCache's connectors answer when they
-are in trouble was read in the sources of 0.5.6 and 0.5.7rc2; most have no timeout, and some block the storage
+fail was read in the sources of 0.5.6 and 0.5.7rc2; most have no timeout, and some block the storage
 manager's event loop, on which every put and get of KV runs too, so those are asked from threads of our own.
 """
 
@@ -23,7 +23,7 @@ from lmcache_hs_backend.integrations.lmcache.compat import real_backend
 
 logger = logging.getLogger(__name__)
 
-#: Connectors whose ``exists`` raises when the remote is in trouble, so that False means absent. Not among them, because
+#: Connectors whose ``exists`` raises when the remote fails, so that False means absent. Not among them, because
 #: they answer False instead: S3 (any failed HEAD, and for ever after three connection errors), Azure, Bigtable,
 #: SageMaker HyperPod, EIC; because a False may be old: HFBucket (cached), RedisSentinel (asks a replica); because their
 #: libraries were not read: InfiniStore and whatever comes from elsewhere. Blackhole keeps nothing, and says so.
@@ -206,7 +206,7 @@ class _Threads:
         with self._lock:
             if self._closed:
                 future.cancel()
-                future.set_running_or_notify_cancel()  # or whoever waits for it would wait
+                future.set_running_or_notify_cancel()  # or a caller would wait forever
                 return future
             self._jobs.put((future, question))
             if self._jobs.qsize() > self._idle and self._started < self._most:
@@ -231,7 +231,7 @@ class _Threads:
                 return
             future, question = job
             if not future.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more
+                continue  # no caller waits for it any more
             try:
                 future.set_result(question())
             except BaseException as error:  # noqa: BLE001 - whatever a third party's backend raises, it does not know

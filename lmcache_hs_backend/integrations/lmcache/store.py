@@ -300,7 +300,7 @@ class TieredHiddenStateStore:
     def attach(self, engine: Any) -> None:
         """Belong to an engine: respect its health, and close when it is gone without having closed this store."""
         self._presence.watch(engine)
-        # A finalizer runs on any thread and inside any lock: it may do nothing but start somebody else.
+        # A finalizer runs on any thread and inside any lock: it may do nothing but start a thread.
         vanished = weakref.finalize(engine, _close_behind, self.tiers, self._presence)
         vanished.atexit = False  # TieredStore sees to the end of the process
 
