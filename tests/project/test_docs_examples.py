@@ -10,8 +10,11 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from markdown_it import MarkdownIt
 from lmcache_hs_backend.config import TieredConfig, hot_tier_bytes, plugin_names
 
 ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs/tutorial/first-steps.md"
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if path.name != "CHANGELOG.md")
 
 
@@ -119,6 +123,37 @@ def test_the_readmes_store_prints_what_it_says_also_when_it_is_run_again(
             exec(text, {})
         printed.append(out.getvalue())
     assert printed == ["True\n2 0\n", "True\n0 2\n"]
+
+
+def test_the_first_steps_print_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of the tutorial in its order, commands too, and each output as it stands below its block."""
+    pytest.importorskip("datasets", reason="needs the extra 'extract'")
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed, compared = "", 0
+    fences = [token for token in MarkdownIt().parse(TUTORIAL.read_text()) if token.type == "fence"]
+    for token in fences:
+        if token.info == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(token.content, names)
+            printed = out.getvalue()
+        elif token.info == "sh":
+            program, *arguments = shlex.split(token.content)
+            command = [
+                sys.executable,
+                "-m",
+                f"lmcache_hs_backend.cli.{program.removeprefix('lmcache-hs-')}",
+                *arguments,
+            ]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            printed = done.stdout + done.stderr
+        else:
+            shown = [line.rstrip() for line in token.content.splitlines()]
+            assert [line for line in shown if line not in [line.rstrip() for line in printed.splitlines()]] == []
+            compared += 1
+    assert compared >= 6
 
 
 @pytest.mark.parametrize("page", having("yaml"))
