@@ -1,0 +1,110 @@
+"""vLLM in this process, and the processes that it starts, with the connector. Only this module imports vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_hs_backend.capture.backend import Outcome, Request
+from lmcache_hs_backend.capture.settings import CaptureError, Settings
+
+_ABANDON_SEC = 1.2
+
+
+class Engine:
+    """vLLM's ``LLM``, driven step by step."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Loads the model: up to minutes. Raises CaptureError."""
+        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "120")  # else vLLM kills a worker after 5
+        try:
+            from vllm import LLM, SamplingParams
+        except ImportError as error:
+            raise CaptureError(
+                f"vLLM is not installed beside this package ({error}); scripts/vllm_env.sh makes an environment, "
+                f"--server URL uses a running server, --dry-run needs none"
+            ) from None
+        arguments = {**settings.engine_arguments(), **parse_words(settings.vllm_words)}
+        self._sampling_params = SamplingParams
+        self._sampling = settings.sampling
+        self._requests: dict[str, Request] = {}
+        try:
+            self._engine = LLM(**arguments).llm_engine
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            raise CaptureError(f"vLLM does not start: {str(error).strip()[:2000]}") from None
+        self.max_model_len: int = self._engine.model_config.max_model_len
+        self._most = 4 * self._engine.vllm_config.scheduler_config.max_num_seqs
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def room(self) -> int:
+        """Requests that it takes now: enough that its batch is never short of any."""
+        return int(self._most) - len(self._requests)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        extra = {"kv_transfer_params": request.transfer_params} if request.record else None
+        sampling = self._sampling_params(**{**self._sampling, "max_tokens": request.max_tokens}, extra_args=extra)
+        self._engine.add_request(request.row_id, {"prompt_token_ids": request.token_ids}, sampling)
+        self._requests[request.row_id] = request
+
+    def wait(self) -> list[Outcome]:
+        """One step of the model."""
+        try:
+            outputs = self._engine.step()
+        except RuntimeError as error:  # vLLM's EngineDeadError is one
+            raise CaptureError(f"vLLM's engine ended: {error}; its log above says why") from None
+        ended = []
+        for output in outputs:
+            if output.finished and (request := self._requests.pop(output.request_id, None)) is not None:
+                tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+                ended.append(Outcome(request, tokens, None, output.kv_transfer_params))
+        return ended
+
+    def close(self) -> None:
+        """End vLLM, which brings everything to disk."""
+        self._engine.engine_core.shutdown()
+
+    def abandon(self) -> None:
+        """End every process below this one."""
+        end_children()
+
+
+def end_children() -> None:
+    """Ask the processes below this one to end, and end those that do not within a second."""
+    import psutil  # vLLM needs it as well
+
+    children = psutil.Process().children(recursive=True)
+    for ask in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(ask)
+        _, children = psutil.wait_procs(children, timeout=_ABANDON_SEC)
+
+
+def parse_words(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``LLM`` from words of vLLM's own command line. Only what the words say. Raises CaptureError."""
+    if not words:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM (behind --)", add_help=False))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    try:
+        given: dict[str, Any] = vars(parser.parse_args(list(words)))
+    except SystemExit:  # it has said what is wrong
+        raise CaptureError(f"vLLM does not take these arguments: {' '.join(words)}") from None
+    taken = {"model", "speculative_config", "kv_transfer_config"} & given.keys()
+    if taken:
+        raise CaptureError(f"{', '.join(sorted(taken))} cannot stand behind --: the capture itself sets it")
+    return given

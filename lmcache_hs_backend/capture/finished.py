@@ -1,0 +1,138 @@
+"""Which rows are done: those with a complete record, all of whose chunks are on disk with every layer.
+
+A record alone says nothing: the rows that it speaks of may have been evicted since. Reads, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lmcache_hs_backend.capture.settings import CaptureError, Settings
+from lmcache_hs_backend.dataset.chains import Report, requests
+from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.index import ChunkIndex, model_label
+from lmcache_hs_backend.format.namespace import local_model_revision, namespaces
+from lmcache_hs_backend.format.request_log import record_files
+
+_ROW_ID = re.compile(r"hs([0-9a-f]{32})")
+
+
+def row_of(request_id: str) -> str | None:
+    """The row that a request was: vLLM adds to the ids that it is given."""
+    found = _ROW_ID.search(request_id)
+    return found[0] if found else None
+
+
+def finished_rows(settings: Settings, looked_at: Callable[[int], None] = lambda count: None) -> set[int]:
+    """The ids of rows that are done, as numbers. Raises CaptureError when the cold path cannot be read."""
+    if not os.path.isdir(settings.cold_path):
+        return set()
+    done: set[int] = set()
+    labels: dict[str, list[str]] = {}
+    try:
+        for directory, record in namespaces(settings.cold_path):
+            if is_ours(record, settings):
+                labels.setdefault(model_label(record), []).append(directory)
+        for label, directories in labels.items():
+            whole = {row for directory in directories for row in _whole(directory)}
+            if whole:
+                done |= {int(row[2:], 16) for row in whole & _intact(settings, label, looked_at)}
+    except OSError as error:
+        raise CaptureError(f"{settings.cold_path} cannot be read: {error.strerror}") from None
+    return done
+
+
+def is_ours(record: dict[str, Any], settings: Settings) -> bool:
+    """Whether rows of a namespace are this model's: the same files, where they can be compared, and chunk size.
+
+    A server may know the model by another path, so of the name only the last part has to agree.
+    """
+    facts, tiers = settings.facts, settings.tiers
+    if record.get("chunk_size") != tiers.chunk_size or record.get("kv_dtype") not in ("", None, facts.dtype):
+        return False
+    if os.path.basename(str(record.get("model")).rstrip("/")) != os.path.basename(settings.model.rstrip("/")):
+        return False
+    revision = tiers.model_revision
+    if revision is None:
+        revision = settings.engine.get("revision") or local_model_revision(settings.model)
+    return not revision or record.get("model_revision") == revision
+
+
+def _whole(directory: str) -> Iterator[str]:
+    """Rows of a namespace whose records say that all they had was stored."""
+    for path in record_files(directory):
+        with open(path, "rb") as file:
+            for line in file:
+                row = whole_row(line)
+                if row is not None:
+                    yield row
+
+
+def whole_row(line: bytes) -> str | None:
+    """The row of a record's line, when all of it was stored; None for any other line."""
+    try:
+        record = json.loads(line)
+        row = row_of(record["request_id"])
+        whole = record["num_tokens"] == record["expected_tokens"] and record["finish_reason"] != "abort"
+    except (ValueError, KeyError, TypeError):  # cut short when the process died, or of another kind
+        return None
+    return row if whole else None
+
+
+def _intact(settings: Settings, label: str, looked_at: Callable[[int], None]) -> set[str]:
+    """Rows whose chunks are all there, from the first on, with the layers that are asked for."""
+    try:
+        index = ChunkIndex([settings.cold_path], label, looked_at, chunk_size=settings.tiers.chunk_size)
+        samples = requests(Forest(index, settings.layers), Report("requests"))
+    except DatasetError:  # no chunk at all, or no record
+        return set()
+    return {row for sample in samples if (row := row_of(sample.id)) is not None}
+
+
+class Recorded(NamedTuple):
+    """A record of a row. ``whole``: all that the row had is stored; ``directory``: of its namespace."""
+
+    row_id: str
+    whole: bool
+    record: dict[str, Any]
+    directory: str
+
+
+class RecordTail:
+    """The records that appear while a capture runs."""
+
+    def __init__(self, cold_path: str) -> None:
+        self._cold_path = cold_path
+        self._read: dict[str, int] = {}
+        for path in self._files():
+            self._read[path] = os.path.getsize(path)
+
+    def new(self) -> list[Recorded]:
+        """Rows recorded since the last call."""
+        found = []
+        for path in self._files():
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            lines = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(lines)
+            for line in lines.splitlines():
+                try:
+                    record = json.loads(line)
+                    row = row_of(record["request_id"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+                if row is not None:
+                    directory = os.path.dirname(os.path.dirname(path))
+                    found.append(Recorded(row, whole_row(line) is not None, record, directory))
+        return found
+
+    def _files(self) -> list[str]:
+        if not os.path.isdir(self._cold_path):
+            return []
+        return [path for directory, _ in namespaces(self._cold_path) for path in record_files(directory)]
