@@ -21,6 +21,7 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         """Loads the model: up to minutes. Raises CaptureError."""
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "120")  # else vLLM kills a worker after 5
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the result
         try:
             from vllm import LLM, SamplingParams
         except ImportError as error:
