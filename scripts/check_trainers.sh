@@ -11,7 +11,7 @@ usage: scripts/check_trainers.sh [--quick] [DIR]
   --quick   without the training and without the server
 
 environment: PYTHON (default: python3.11), STEPS (default: 200), VLLM_PYTHON (default: .venv-vllm/bin/python, which
-scripts/test_vllm.sh makes), EPOCHS (of the training from a server, default: 2)
+scripts/vllm_env.sh makes), EPOCHS (of the training from a server, default: 2)
 The first run installs about 4 GB.
 TEXT
 }
@@ -121,6 +121,6 @@ if [ -n "$quick" ]; then
 elif [ -x "$vllm" ]; then
     "$steps/served.sh" "$vllm" "$python" "$model" "$dir/served"
 else
-    echo "== left out: from a running server to a drafter, because there is no $vllm (scripts/test_vllm.sh makes it)"
+    echo "== left out: from a running server to a drafter, because there is no $vllm (scripts/vllm_env.sh makes it)"
 fi
 echo "all trainers read what was extracted"

@@ -6,7 +6,7 @@ Throughput is measured in one engine that has both connectors, which take turns 
 and a ratio is taken within a round: engines in processes of their own differ by a quarter, and a machine that others
 use by a factor of two within minutes. Memory is that of engines of their own, ours with the default hot tier. The
 example connector is changed only so far that it runs on a CPU (tests/vllm/example_on_cpu.py). Ends with status 1
-when a figure is not what it must be. Needs an environment with vLLM; scripts/test_vllm.sh makes one.
+when a figure is not what it must be. Needs an environment with vLLM; scripts/vllm_env.sh makes one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of the vLLM connector. Those that run vLLM are collected only where it is installed.
 
-``scripts/test_vllm.sh`` makes such an environment. An engine takes half a minute to start, so each test
+``scripts/vllm_env.sh`` makes such an environment. An engine takes half a minute to start, so each test
 module starts as few as it can, every one in a process of its own (see vllm_run.py).
 """
 
