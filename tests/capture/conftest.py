@@ -1,6 +1,6 @@
 """Tests of what turns rows into tokens: transformers and a tokenizer, no vLLM.
 
-The tokenizer is SmolLM2's where its folder is (``HS_VLLM_MODEL``, or ``.venv-vllm/smollm2``, which scripts/vllm_env.sh makes).
+The tokenizer is SmolLM2's: its folder is ``HS_VLLM_MODEL``, or ``.venv-vllm/smollm2``, which scripts/vllm_env.sh makes.
 """
 
 from __future__ import annotations

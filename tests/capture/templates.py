@@ -17,7 +17,8 @@ CHATML_MARKED = (
 LLAMA3 = """{{- bos_token }}
 {%- for m in messages %}
 {{- '<|start_header_id|>' + (m.role if m.role != 'tool' else 'ipython') + '<|end_header_id|>\n\n' }}
-{%- if tools and m.role == 'user' and messages[:loop.index] | selectattr('role', 'equalto', 'user') | list | length == 1 %}
+{%- set users = messages[:loop.index] | selectattr('role', 'equalto', 'user') | list | length %}
+{%- if tools and m.role == 'user' and users == 1 %}
 {{- 'Given the following functions:\n' }}
 {%- for t in tools %}{{- t | tojson }}{{- '\n\n' }}{%- endfor %}
 {%- endif %}
@@ -47,13 +48,15 @@ QWEN3 = """{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}
 {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
 
 #: Another name for the assistant, the system in the first user's turn, and roles that must alternate.
 GEMMA = """{{- bos_token }}
 {%- set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
 {%- for m in messages if m.role != 'system' %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate user/assistant') }}{%- endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate user/assistant') }}{%- endif %}
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
 {{- (first if loop.first else '') + m.content | trim }}{{- '<end_of_turn>\n' }}
 {%- endfor %}
