@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.capture.settings import CaptureError, Settings
@@ -28,32 +28,38 @@ def row_of(request_id: str) -> str | None:
     return found[0] if found else None
 
 
-def finished_rows(settings: Settings, looked_at: Callable[[int], None] = lambda count: None) -> set[int]:
-    """The ids of rows that are done, as numbers. Raises CaptureError when the cold path cannot be read."""
+def finished_rows(settings: Settings, *, served: bool = False) -> set[int]:
+    """The ids of rows that are done, as numbers. ``served``: see ``is_ours``.
+
+    Raises CaptureError when the cold path cannot be read.
+    """
     if not os.path.isdir(settings.cold_path):
         return set()
     done: set[int] = set()
-    labels: dict[str, list[str]] = {}
+    found: dict[tuple[str, int], list[str]] = {}
     try:
         for directory, record in namespaces(settings.cold_path):
-            if is_ours(record, settings):
-                labels.setdefault(model_label(record), []).append(directory)
-        for label, directories in labels.items():
+            if is_ours(record, settings, served=served):
+                found.setdefault((model_label(record), record["chunk_size"]), []).append(directory)
+        for (label, chunk_size), directories in found.items():
             whole = {row for directory in directories for row in _whole(directory)}
             if whole:
-                done |= {int(row[2:], 16) for row in whole & _intact(settings, label, looked_at)}
+                done |= {int(row[2:], 16) for row in whole & _intact(settings, label, chunk_size)}
     except OSError as error:
         raise CaptureError(f"{settings.cold_path} cannot be read: {error.strerror}") from None
     return done
 
 
-def is_ours(record: dict[str, Any], settings: Settings) -> bool:
-    """Whether rows of a namespace are this model's: the same files, where they can be compared, and chunk size.
+def is_ours(record: dict[str, Any], settings: Settings, *, served: bool) -> bool:
+    """Whether rows of a namespace are this model's, as far as its files can be compared, in chunks of this size.
 
-    A server may know the model by another path, so of the name only the last part has to agree.
+    A server may know the model by another path, so of the name only the last part has to agree; and ``served`` rows
+    may be in chunks of any size, since that is a setting of the server's.
     """
     facts, tiers = settings.facts, settings.tiers
-    if record.get("chunk_size") != tiers.chunk_size or record.get("kv_dtype") not in ("", None, facts.dtype):
+    if not isinstance(record.get("chunk_size"), int) or record.get("kv_dtype") not in ("", None, facts.dtype):
+        return False
+    if record["chunk_size"] != tiers.chunk_size and not served:
         return False
     if os.path.basename(str(record.get("model")).rstrip("/")) != os.path.basename(settings.model.rstrip("/")):
         return False
@@ -84,10 +90,10 @@ def whole_row(line: bytes) -> str | None:
     return row if whole else None
 
 
-def _intact(settings: Settings, label: str, looked_at: Callable[[int], None]) -> set[str]:
+def _intact(settings: Settings, label: str, chunk_size: int) -> set[str]:
     """Rows whose chunks are all there, from the first on, with the layers that are asked for."""
     try:
-        index = ChunkIndex([settings.cold_path], label, looked_at, chunk_size=settings.tiers.chunk_size)
+        index = ChunkIndex([settings.cold_path], label, chunk_size=chunk_size)
         samples = requests(Forest(index, settings.layers), Report("requests"))
     except DatasetError:  # no chunk at all, or no record
         return set()

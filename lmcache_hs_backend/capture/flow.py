@@ -73,7 +73,7 @@ class View(Protocol):
 
 @dataclass
 class Job:
-    """One data set and one model. ``limit``: only so many different rows."""
+    """One data set and one model. ``limit``: only so many different rows; ``served``: a server has the model."""
 
     settings: Settings
     encoder: Encoder
@@ -81,6 +81,7 @@ class Job:
     view: View
     limit: int | None = None
     rejected_path: str | None = None
+    served: bool = False
     bad: dict[tuple[str, int], Bad] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
@@ -112,7 +113,7 @@ def survey(job: Job) -> Estimate:
 
     Raises CaptureError and SourceError.
     """
-    job.done = finished_rows(job.settings)
+    job.done = finished_rows(job.settings, served=job.served)
     estimate = Estimate(ChunkSizes(job.settings), job.settings.answer_tokens, job.encoder.max_tokens)
     count = 0
     for count, (_, row, row_id) in enumerate(_encoded(job), 1):
@@ -198,8 +199,8 @@ def _budget(settings: Settings) -> DiskBudget:
 # -- running ---------------------------------------------------------------------------------------------
 
 
-def run(job: Job, estimate: Estimate, start: Callable[[], Backend], *, prove: bool) -> Summary:
-    """Run every row that is not done. ``start`` makes the backend; ``prove``: its first row proves that it captures.
+def run(job: Job, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
+    """Run every row that is not done. ``start`` makes the backend; a server's first row proves that it captures.
 
     Raises CaptureError, SourceError, and Interrupted.
     """
@@ -210,7 +211,7 @@ def run(job: Job, estimate: Estimate, start: Callable[[], Backend], *, prove: bo
         if job.wanted - job.done:
             runner.check_room()
             backend = start()
-            runner.go(backend, prove=prove)
+            runner.go(backend)
             backend.close()
             runner.await_records()
         write_rejected(job)
@@ -253,13 +254,13 @@ class _Runner:
                 f"rows; raise it"
             )
 
-    def go(self, backend: Backend, *, prove: bool) -> None:
+    def go(self, backend: Backend) -> None:
         """Give the backend rows while there is room for them, until all have ended."""
         self._job.encoder.max_tokens = backend.max_model_len - 1
         self._started = time.monotonic()
         requests = self._requests(backend.max_model_len)
         request = next(requests, None)
-        if prove and request is not None and self._budget.admits(request.nbytes):
+        if self._job.served and request is not None and self._budget.admits(request.nbytes):
             self._prove(backend, request)
             request = next(requests, None)
         idle_since: float | None = None
@@ -293,7 +294,7 @@ class _Runner:
 
     def summary(self) -> Summary:
         """What is on disk now, looked up chunk by chunk."""
-        captured = len(self._job.wanted & finished_rows(self._settings))
+        captured = len(self._job.wanted & finished_rows(self._settings, served=self._job.served))
         if self.stopped:
             self.stopped = f"full: {captured} of {len(self._job.wanted)} rows are done. {self.stopped}"
         return Summary(len(self._job.wanted), captured, len(self._job.bad), self.stopped)
@@ -406,12 +407,11 @@ class _Runner:
                 f"prints, or name its layers with --layers"
             )
         namespace = read_record(mine[0].directory)
-        if not is_ours(namespace, settings):
+        if not is_ours(namespace, settings, served=True):
             raise CaptureError(
                 f"the server's rows are those of {namespace.get('model')} (revision "
-                f"{namespace.get('model_revision')!r}, {namespace.get('kv_dtype')}, chunks of "
-                f"{namespace.get('chunk_size')}), not of {settings.model} "
-                f"({settings.facts.dtype}, chunks of {settings.tiers.chunk_size})"
+                f"{namespace.get('model_revision')!r}, {namespace.get('kv_dtype')}), not of {settings.model} "
+                f"({settings.facts.dtype})"
             )
         if not mine[0].whole:
             raise CaptureError(f"the server lost rows of its first request, {request.place}; its log says why")

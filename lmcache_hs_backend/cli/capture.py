@@ -141,7 +141,7 @@ def _run(args: argparse.Namespace, settings: Settings, view: _View) -> int:
 
     for text in settings.warnings():
         view.warn(f"warning: {text}")
-    job = flow.Job(settings, _encoder(args, settings), args.data, view, args.limit, args.rejected)
+    job = flow.Job(settings, _encoder(args, settings), args.data, view, args.limit, args.rejected, bool(args.server))
     estimate = flow.survey(job)
     said = flow.figures(job, estimate)
     if args.dry_run:
@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace, settings: Settings, view: _View) -> int:
 
         return Engine(settings)
 
-    summary = flow.run(job, estimate, start, prove=bool(args.server))
+    summary = flow.run(job, estimate, start)
     view.close()
     _print({**said, **_outcome(summary)}, args.format, _summary_lines(summary, job))
     return summary.status
