@@ -7,23 +7,27 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hs_connectors import FileTransfer, HiddenStatesBackend
 from torch.utils.data import DataLoader
 
-import lmcache_hs_backend.integrations.speculators as integration
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.cli.train import main as train
 from lmcache_hs_backend.dataset.errors import RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.torch import HiddenStateDataset
+from tests.support.connectors import hs_connectors
 from tests.support.dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
 
 FAMILIES = [[ids_of(48, seed=f) + ids_of(9, seed=100 * f + m) for m in range(4)] for f in range(1, 6)]
 PROMPTS = [prompt for family in FAMILIES for prompt in family]
+
+
+def integration() -> Any:
+    return hs_connectors("lmcache_hs_backend.integrations.speculators")
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def test_a_vanished_chunk_is_an_error_that_says_so(stored: Path) -> None:
 
 def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    HiddenStatesBackend.registry[integration.NAME].add_train_args(parser)
+    hs_connectors().HiddenStatesBackend.registry[integration().NAME].add_train_args(parser)
     return parser.parse_args(given)
 
 
@@ -123,8 +127,8 @@ def test_the_backend_serves_what_the_files_would(stored: Path, prepared: Path, t
     out = tmp_path / "out"
     command = [str(stored), "--out", str(out), "--format", "speculators", "--sequences", f"dataset:{prepared}", "-q"]
     assert main(command) == 0
-    files = FileTransfer(out / "hidden_states")
-    live = integration.TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(out))
+    files = hs_connectors().FileTransfer(out / "hidden_states")
+    live = integration().TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(out))
     live = pickle.loads(pickle.dumps(live))
     for row in range(len(PROMPTS)):
         one, two = files.get_cached(row), live.get_cached(row)
@@ -139,7 +143,7 @@ def test_a_row_that_is_covered_in_part_counts_as_missing(stored: Path, tmp_path:
     path = tmp_path / "data.jsonl"
     rows = [PROMPTS[0], PROMPTS[0][:16] + ids_of(16, seed=77)]
     path.write_text("\n".join(json.dumps({"input_ids": row, "loss_mask": [1] * len(row)}) for row in rows))
-    live = integration.TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(path))
+    live = integration().TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(path))
     assert live.get_cached(0) is not None
     assert live.get_cached(1) is None
 
@@ -147,7 +151,7 @@ def test_a_row_that_is_covered_in_part_counts_as_missing(stored: Path, tmp_path:
 def test_a_row_that_fails_its_checks_counts_as_missing_and_is_logged(
     stored: Path, prepared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = integration.TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(prepared))
+    live = integration().TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(prepared))
     for chunk in ChunkIndex([str(stored)]).chunks:
         os.unlink(chunk.files[0].path)
     assert live.get_cached(0) is None
@@ -166,7 +170,7 @@ def test_a_row_that_fails_its_checks_counts_as_missing_and_is_logged(
 def test_the_backends_errors_are_one_line(stored: Path, prepared: Path, given: list[str], text: str) -> None:
     given = [str(stored) if word == "COLD" else word for word in given]
     with pytest.raises(SystemExit, match=text):
-        integration.TieredBackend.from_train_args(options(*given), str(prepared))
+        integration().TieredBackend.from_train_args(options(*given), str(prepared))
 
 
 def test_files_of_a_request_are_read_and_removed_as_speculators_does(
@@ -175,7 +179,7 @@ def test_files_of_a_request_are_read_and_removed_as_speculators_does(
     out = tmp_path / "out"
     assert main([str(stored), "--out", str(out), "--format", "speculators", "-q", "--limit", "1"]) == 0
     path = out / "hidden_states" / "hs_0.safetensors"
-    live = integration.TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(prepared))
+    live = integration().TieredBackend.from_train_args(options("--hs-cold-path", str(stored)), str(prepared))
     sample = live.get_generated({"hidden_states_path": str(path)})
     assert sample is not None
     assert torch.equal(sample["hidden_states"], stacked_of(sample["token_ids"].tolist()))

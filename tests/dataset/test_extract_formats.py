@@ -12,8 +12,6 @@ import datasets
 import pytest
 import torch
 import xxhash
-from hs_connectors import FileTransfer
-from hs_connectors.transfer import FP8Transfer
 
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.chains import Report, leaves, read_once
@@ -24,6 +22,7 @@ from lmcache_hs_backend.dataset.formats.deepspec import DeepSpec
 from lmcache_hs_backend.dataset.formats.speculators import _ratio
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
+from tests.support.connectors import hs_connectors
 from tests.support.dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
 
 PROMPTS = [ids_of(50), ids_of(32) + ids_of(30, seed=1), ids_of(10, seed=2), ids_of(90, seed=3)]
@@ -69,7 +68,7 @@ def test_speculators_own_file_transfer_reads_the_rows(stored: Path, tmp_path: Pa
     out = tmp_path / "out"
     manifest = extract(stored, out, "--format", "speculators")
     table = datasets.load_from_disk(str(out))
-    transfer = FileTransfer(out / "hidden_states")
+    transfer = hs_connectors().FileTransfer(out / "hidden_states")
     items = [(table[row]["input_ids"], transfer.get_cached(row)) for row in range(len(table))]
     for ids, sample in by_ids(items):
         assert sample["token_ids"].tolist() == ids
@@ -93,7 +92,10 @@ def test_the_arrow_table_is_what_array_dataset_computes_with(stored: Path, tmp_p
 def test_fp8_is_restored_by_speculators_own_transfer(stored: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = extract(stored, out, "--format", "speculators", "--dtype", "fp8")
-    table, transfer = datasets.load_from_disk(str(out)), FP8Transfer(out / "hidden_states")
+    table, transfer = (
+        datasets.load_from_disk(str(out)),
+        hs_connectors("hs_connectors.transfer").FP8Transfer(out / "hidden_states"),
+    )
     error = torch.zeros(4)
     total = torch.zeros(4)
     for row in range(len(table)):
@@ -124,7 +126,7 @@ def test_a_scale_for_each_layer_keeps_small_layers_accurate(cold_path: Path, tmp
 
 def test_mtp_needs_the_last_layer_only(stored: Path, tmp_path: Path) -> None:
     extract(stored, tmp_path / "out", "--format", "speculators", "--last-layer", str(LAST))
-    sample = FileTransfer(tmp_path / "out" / "hidden_states").get_cached(0)
+    sample = hs_connectors().FileTransfer(tmp_path / "out" / "hidden_states").get_cached(0)
     assert sample["hidden_states"].shape[1:] == (1, HIDDEN)
 
 
