@@ -12,7 +12,8 @@ from typing import Any
 from lmcache_hs_backend.capture.backend import Outcome, Request
 from lmcache_hs_backend.capture.settings import CaptureError, Settings
 
-_ABANDON_SEC = 1.2
+_ASK_SEC = 0.7  # Ctrl-C ends within two seconds in all
+_KILL_SEC = 0.3
 
 
 class Engine:
@@ -37,6 +38,9 @@ class Engine:
             self._engine = LLM(**arguments).llm_engine
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise CaptureError(f"vLLM does not start: {str(error).strip()[:2000]}") from None
+        except KeyboardInterrupt:
+            end_children()
+            raise
         self.max_model_len: int = self._engine.model_config.max_model_len
         self._most = 4 * self._engine.vllm_config.scheduler_config.max_num_seqs
 
@@ -80,15 +84,15 @@ class Engine:
 
 
 def end_children() -> None:
-    """Ask the processes below this one to end, and end those that do not within a second."""
+    """Ask the processes below this one to end, and kill those that do not at once. Chunks are whole or not there."""
     import psutil  # vLLM needs it as well
 
     children = psutil.Process().children(recursive=True)
-    for ask in (signal.SIGTERM, signal.SIGKILL):
+    for ask, seconds in ((signal.SIGTERM, _ASK_SEC), (signal.SIGKILL, _KILL_SEC)):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(ask)
-        _, children = psutil.wait_procs(children, timeout=_ABANDON_SEC)
+        _, children = psutil.wait_procs(children, timeout=seconds)
 
 
 def parse_words(words: Sequence[str]) -> dict[str, Any]:

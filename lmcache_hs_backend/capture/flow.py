@@ -22,7 +22,7 @@ from lmcache_hs_backend.capture.encode import BadRow, Encoded, Encoder
 from lmcache_hs_backend.capture.estimate import ChunkSizes, Estimate
 from lmcache_hs_backend.capture.finished import Recorded, RecordTail, finished_rows, is_ours
 from lmcache_hs_backend.capture.settings import CaptureError, Settings
-from lmcache_hs_backend.capture.sources import read_rows
+from lmcache_hs_backend.capture.sources import SourceError, read_rows
 from lmcache_hs_backend.format.namespace import read_record
 
 REJECTED = "rejected.jsonl"
@@ -222,7 +222,7 @@ def run(job: Job, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
             if backend is not None:
                 backend.abandon()
         raise Interrupted(text) from None
-    except CaptureError:
+    except (CaptureError, SourceError, OSError):
         if backend is not None:
             backend.abandon()
         raise

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from transformers import AutoTokenizer
 
@@ -110,6 +111,15 @@ def recorded_ids(cold: Path) -> dict[str, tuple[list[int], dict[str, Any]]]:
     return found
 
 
+def group_is_alive(group: int) -> bool:
+    """Whether any process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_what_is_captured_is_what_the_template_renders(model_dir: str, tmp_path: Path) -> None:
     """Rows of every kind in one run: bad ones are named, the others are in the chunks, with their spans."""
     cold = tmp_path / "cold"
@@ -188,7 +198,8 @@ def test_a_full_capture_stops_loses_nothing_and_goes_on_with_more_room(model_dir
     assert counted["done"] < 24
 
 
-def test_ctrl_c_ends_a_capture_within_two_seconds(model_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["starting", "running"])
+def test_ctrl_c_ends_a_capture_within_two_seconds(model_dir: str, tmp_path: Path, moment: str) -> None:
     data, cold = tmp_path / "data.jsonl", tmp_path / "cold"
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in different(40)))
     command = [sys.executable, "-m", "lmcache_hs_backend.cli.capture", model_dir, str(data), "--cold-path", str(cold)]
@@ -196,7 +207,10 @@ def test_ctrl_c_ends_a_capture_within_two_seconds(model_dir: str, tmp_path: Path
     log = open(tmp_path / "log", "w")  # noqa: SIM115 - the process has it
     process = subprocess.Popen(command, env=environment(True), stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_until(lambda: bool(list(cold.glob("*/sequences/*.jsonl"))) or process.poll() is not None, 240)
+        if moment == "running":
+            wait_until(lambda: bool(list(cold.glob("*/sequences/*.jsonl"))) or process.poll() is not None, 240)
+        else:
+            wait_until(lambda: "Initializing a V1 LLM" in (tmp_path / "log").read_text(errors="replace"), 240)
         assert process.poll() is None, (tmp_path / "log").read_text()[-5000:]
         started = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group
@@ -211,4 +225,5 @@ def test_ctrl_c_ends_a_capture_within_two_seconds(model_dir: str, tmp_path: Path
     assert status == 130
     assert seconds < 2
     assert "Traceback" not in text
+    wait_until(lambda: not group_is_alive(process.pid), 10)
     assert re.search(r"stopped: \d+ of 40 rows are in .*; the same command goes on", text)
