@@ -10,10 +10,10 @@ A row is a dict. The first of these columns that is not empty is used (``Encoder
 
 **Turns** reach ``apply_chat_template`` as they are, with the row's ``tools`` and ``chat_template_kwargs``. What is
 changed: roles that exports spell differently (``human``, ``gpt``, ``chatgpt``, …), ``from``/``value`` for
-``role``/``content``, a ShareGPT ``function_call`` (it becomes ``tool_calls``), a ``system`` column (it becomes the
-first turn), content of text parts (it becomes their text, joined by newlines, as vLLM's server does), and keys whose
-value is null (they are dropped, except ``content``). A role that is not known, or a part that is not text, is a
-``BadRow``: it never becomes a header.
+``role``/``content``, turns that are JSON in a text, a ShareGPT ``function_call`` (it becomes ``tool_calls``), a
+``system`` column (it becomes the first turn), content of text parts (it becomes their text, joined by newlines, as
+vLLM's server does), and keys whose value is null (they are dropped, except ``content``). A role that is not known, or a
+part that is not text, is a ``BadRow``: it never becomes a header.
 
 A conversation that ends with the assistant is ``complete``: it is only read. Any other is answered by the model, and
 gets the generation prompt.
@@ -214,6 +214,8 @@ class Encoder:
 
     def _source(self, row: dict[str, Any], column: str, value: Any) -> _Text | _Chat:
         completion = row.get("completion") if column == "prompt" else None
+        if isinstance(value, str) and column in TURN_COLUMNS and column != self._column:
+            value = _turns_in_text(column, value)
         if isinstance(value, str):
             if not value:
                 raise BadRow(f"{column} is empty")
@@ -344,6 +346,17 @@ class Encoder:
 
 
 # -- turns -----------------------------------------------------------------------------------------------
+
+
+def _turns_in_text(column: str, text: str) -> list[Any]:
+    """Some sets keep turns as JSON in a column of text. Raises BadRow for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list):
+        raise BadRow(f"{column} is text, not a list of turns (--column {column} takes it for a prompt)")
+    return value
 
 
 def _turn(number: int, turn: object) -> dict[str, Any]:

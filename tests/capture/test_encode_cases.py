@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_every_common_spelling_of_a_role(tokenizer: Any, role: str, answer: str)
         ({"messages": [{"content": "x"}]}, "turn 1 has no role"),
         ({"messages": [ASK, {"role": "assistant", "content": None}]}, "turn 2, the assistant's, has no content"),
         ({"messages": [{"role": "user", "content": 5}]}, "content that is a number"),
-        ({"messages": "When?", "column": 1}, None),
+        ({"messages": "When?", "column": 1}, "messages is text, not a list of turns"),
         ({"text": "x"}, "none of the columns .* the row has 'text'"),
         ({}, "no column at all"),
         ([ASK], "the row is a list"),
@@ -170,10 +171,7 @@ def test_every_common_spelling_of_a_role(tokenizer: Any, role: str, answer: str)
         ({"input_ids": [1, 2], "loss_mask": [1]}, "2 token ids, but loss_mask has 1"),
     ],
 )
-def test_what_cannot_be_expressed_is_a_bad_row(tokenizer: Any, row: Any, reason: str | None) -> None:
-    if reason is None:  # text under a name for turns is a prompt, as its type says
-        assert not encoder(tokenizer).encode(row).complete
-        return
+def test_what_cannot_be_expressed_is_a_bad_row(tokenizer: Any, row: Any, reason: str) -> None:
     with pytest.raises(BadRow, match=reason):
         encoder(tokenizer).encode(row)
 
@@ -197,6 +195,12 @@ def test_text_under_prompt_is_raw_or_a_turn(tokenizer: Any) -> None:
     both = encoder(tokenizer).encode({"prompt": "The tide", "completion": " comes in."})
     assert tokenizer.decode(both.token_ids) == "The tide comes in."
     assert both.loss_spans == ((len(tokenizer("The tide")["input_ids"]), len(both.token_ids)),)
+
+
+def test_turns_that_are_json_in_a_text_are_turns(tokenizer: Any) -> None:
+    want = encoder(tokenizer).encode({"messages": [ASK, SAY]})
+    got = encoder(tokenizer).encode({"messages": json.dumps([ASK, SAY])})
+    assert (got.token_ids, got.loss_spans) == (want.token_ids, want.loss_spans)
 
 
 def test_a_named_column_is_used_whatever_else_there_is(tokenizer: Any) -> None:

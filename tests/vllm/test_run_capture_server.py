@@ -13,16 +13,17 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from tests.capture import templates
 from tests.support.waiting import wait_until
 from tests.vllm.english import different
 from tests.vllm.reference import ColdPath
-from tests.vllm.test_run_capture import CASES
+from tests.vllm.test_run_capture import CASES, recorded_ids
 from tests.vllm.vllm_run import environment
 
 KEY = "a key of the harbour"
@@ -134,6 +135,39 @@ def test_rows_with_bad_ones_among_them_go_through_a_server_once(model_dir: str, 
     turns = json.loads((CASES / "bad_bom.jsonl").read_text(encoding="utf-8-sig").splitlines()[0])["messages"]
     ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
     assert len(ColdPath(str(served.cold)).rows(ids, 30)) == len(ids)
+
+
+@pytest.mark.parametrize("name", ["LLAMA3", "QWEN3", "GEMMA", "tools and reasoning"])
+def test_chunks_are_what_transformers_renders_with_other_templates(
+    model_dir: str, served: Served, tmp_path: Path, name: str
+) -> None:
+    """Also with tools, calls and reasoning, where the family's template has them."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        getattr(templates, name) if name.isupper() else (CASES / "template_tools_reasoning.jinja").read_text()
+    )
+    ask, say = {"role": "user", "content": "Is it high water?"}, {"role": "assistant", "content": "Not before six."}
+    rows: list[dict[str, Any]] = [{"messages": [ask, say, ask, say]}, {"messages": [ask]}]
+    if name != "GEMMA":
+        rows.append(json.loads((CASES / "rows_tools_reasoning.jsonl").read_text()))
+        rows[-1]["messages"][1]["content"] = ""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = command(model_dir, served, data, "--cold-path", str(served.cold), "--max-tokens", "3")
+    done = capture([*words, "--chat-template", str(template)])
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    found = {
+        tokenizer.decode(ids[: record["prompt_tokens"]]): record.get("loss_spans")
+        for ids, record in recorded_ids(served.cold).values()
+    }
+    for row in rows:
+        text = tokenizer.apply_chat_template(
+            row["messages"], tools=row.get("tools"), chat_template=template.read_text(), tokenize=False,
+            add_generation_prompt=row["messages"][-1]["role"] == "user",
+        )  # fmt: skip
+        answers = sum(turn["role"] == "assistant" for turn in row["messages"])
+        assert len(found[text] or ()) == answers, (text, found)
 
 
 def test_ctrl_c_ends_within_two_seconds_and_the_same_command_goes_on(
