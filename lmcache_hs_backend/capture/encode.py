@@ -38,6 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_hs_backend.capture.spans import runs, token_spans
 from lmcache_hs_backend.format.request_log import Spans
 
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
@@ -116,7 +117,7 @@ class Encoder:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """``tokenizer`` is transformers' (a fast one); ``max_id`` the largest token id that the model takes.
+        """``tokenizer`` is transformers'; ``max_id`` the largest token id that the model takes.
 
         Args:
             max_tokens: the most that a row may have, or None. vLLM samples one token after a row, so this is one below
@@ -126,11 +127,7 @@ class Encoder:
             prompts_as_turns: text under ``prompt`` is a user's turn.
             chat_template: instead of the tokenizer's own.
             chat_template_kwargs: for every row; a row's own win.
-
-        Raises ValueError for a tokenizer that cannot tell which characters a token is.
         """
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer: it cannot tell which text a token is")
         self._tokenizer = tokenizer
         self._max_id = max_id
         self.max_tokens = max_tokens
@@ -277,7 +274,7 @@ class Encoder:
     def _marked(self, chat: _Chat) -> tuple[list[int], Spans]:
         _checked(self._render(chat.turns, chat))
         found = self._apply(chat.turns, chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return list(found["input_ids"]), _runs(found["assistant_masks"])
+        return list(found["input_ids"]), runs(found["assistant_masks"])
 
     def _turn_text(self, chat: _Chat, number: int, text: str) -> tuple[int, int]:
         """The characters of an assistant's turn, as far as the token that ends it. See the module's text."""
@@ -330,19 +327,12 @@ class Encoder:
 
     def _tokens(self, source: _Text) -> tuple[list[int], Spans | None]:
         text = _checked(source.text)
-        wanted = source.wanted
-        found = self._tokenizer(text, add_special_tokens=source.special, return_offsets_mapping=wanted is not None)
-        ids = list(found["input_ids"])
-        if wanted is None:
-            return ids, None
-        mask, spans, at = [0] * len(ids), sorted(wanted), 0
-        for token, (first, last) in enumerate(found["offset_mapping"]):  # the same rule as transformers' own masks
-            while at < len(spans) and first >= spans[at][1]:
-                at += 1
-            if at == len(spans):
-                break
-            mask[token] = int(last > spans[at][0])
-        return ids, _runs(mask)
+        if source.wanted is None:
+            return list(self._tokenizer(text, add_special_tokens=source.special)["input_ids"]), None
+        try:
+            return token_spans(self._tokenizer, text, source.wanted, special=source.special)
+        except ValueError as error:
+            raise BadRow(f"which tokens are trained on cannot be told: {error}") from None
 
 
 # -- turns -----------------------------------------------------------------------------------------------
@@ -491,18 +481,12 @@ def _given_ids(row: dict[str, Any], column: str) -> tuple[list[int], Spans]:
             mask = [int(label != _NO_LABEL) for label in mask]
         elif not all(value in (0, 1) for value in mask):
             raise BadRow(f"{name} has values other than 0 and 1")
-        spans = _runs(mask)
+        spans = runs(mask)
         break
     return ids, spans
 
 
 # -- small things ----------------------------------------------------------------------------------------
-
-
-def _runs(mask: Sequence[int]) -> Spans:
-    """The runs of ones of a mask."""
-    edges = [n for n, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if bool(a) != bool(b)]
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _common(one: str, other: str) -> int:

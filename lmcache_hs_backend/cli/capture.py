@@ -180,19 +180,16 @@ def _encoder(args: argparse.Namespace, settings: Settings) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise CaptureError(f"--chat-template {args.chat_template} cannot be read: {error}") from None
     longest = settings.max_model_len
-    try:
-        return Encoder(
-            load_tokenizer(settings),
-            max_id=settings.facts.vocab_size - 1,
-            max_tokens=None if longest is None else longest - 1,
-            cut=args.too_long == "cut",
-            column=args.column,
-            prompts_as_turns=args.text_as == "turn",
-            chat_template=template,
-            chat_template_kwargs=settings.chat_template_kwargs,
-        )
-    except ValueError as error:
-        raise CaptureError(f"model {settings.model}: {error}") from None
+    return Encoder(
+        load_tokenizer(settings),
+        max_id=settings.facts.vocab_size - 1,
+        max_tokens=None if longest is None else longest - 1,
+        cut=args.too_long == "cut",
+        column=args.column,
+        prompts_as_turns=args.text_as == "turn",
+        chat_template=template,
+        chat_template_kwargs=settings.chat_template_kwargs,
+    )
 
 
 # -- printing --------------------------------------------------------------------------------------------

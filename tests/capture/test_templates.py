@@ -145,3 +145,15 @@ def test_masks_equal_those_of_a_template_with_generation_marks(tokenizer: Any) -
         spans += sum(a < b for a, b in zip([0, *mask], mask, strict=False))
     print(f"200 conversations, {spans} answers")
     assert spans > 400
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_spans_of_text() -> None:
+    """ByT5's is one: bytes are tokens, so characters are several of them."""
+    transformers = pytest.importorskip("transformers")
+    slow = transformers.ByT5Tokenizer()
+    assert not slow.is_fast
+    template = templates.CHATML.replace("<|im_end|>\n", "</s>")  # ByT5 drops white space beside its marks
+    turns = [ASK, {"role": "assistant", "content": "Ça monte 🌊"}, MORE, {"role": "assistant", "content": "é"}]
+    got = Encoder(slow, max_id=1 << 20, chat_template=template).encode({"messages": turns})
+    assert slow.decode(got.token_ids) == slow.apply_chat_template(turns, chat_template=template, tokenize=False)
+    assert [slow.decode(got.token_ids[b:e]) for b, e in got.loss_spans or ()] == ["Ça monte 🌊</s>", "é</s>"]
