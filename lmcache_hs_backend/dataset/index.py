@@ -114,7 +114,7 @@ class ChunkIndex:
                 continue
             seen.add(os.path.realpath(reader.cold_path))
             for info in reader.chunks():
-                label = model_label(info.namespace)
+                label = model_label(info.namespace.record)
                 known.add(label)
                 if model is not None and not _chosen(model, label):
                     continue
@@ -124,7 +124,7 @@ class ChunkIndex:
                         f"in one dataset; choose one with --model"
                     )
                 self.model = label
-                its_size = info.namespace.get("chunk_size")
+                its_size = info.namespace.record.get("chunk_size")
                 if chunk_size is not None and its_size != chunk_size:
                     continue
                 size = self.namespaces[0].get("chunk_size") if self.namespaces else its_size
@@ -182,20 +182,21 @@ class ChunkIndex:
     def _add(self, info: ChunkInfo, found: dict[tuple[int, bytes, int], _Found]) -> None:
         header = info.header
         if header is None:
-            self.problems[info.problem.split(":")[0]] += 1
+            self.problems[info.reason] += 1
             return
-        if info.directory not in self.sequence_dirs:
-            self.sequence_dirs.append(info.directory)
-            self.namespaces.append(info.namespace)
+        directory, record = info.namespace.directory, info.namespace.record
+        if directory not in self.sequence_dirs:
+            self.sequence_dirs.append(directory)
+            self.namespaces.append(record)
         meta = header.meta
         capture = self._captures.setdefault(meta.capture, meta.capture)
         chunk = found.get((meta.start, meta.prefix, meta.num_tokens))
         if chunk is None:
             chunk = found[meta.start, meta.prefix, meta.num_tokens] = _Found(capture)
-        space = tuple(sorted((k, v) for k, v in info.namespace.items() if k not in ("worker_id", "world_size")))
+        space = tuple(sorted((k, v) for k, v in record.items() if k not in ("worker_id", "world_size")))
         number = self._spaces.setdefault(space, len(self._spaces))
-        root = info.directory if info.state == "cold" else os.path.join(info.directory, ARCHIVE)
-        chunk.files.append(ChunkFile(root, info.file.name, self._layouts.setdefault(header.layout, header.layout)))
+        layout = self._layouts.setdefault(header.layout, header.layout)
+        chunk.files.append(ChunkFile(info.namespace.root(info.state), info.file.name, layout))
         chunk.links.append((number, meta.chunk_hash, meta.parent))
         self.num_files += 1
 

@@ -30,6 +30,7 @@ from lmcache_hs_backend.format.header import (
     FileLayout,
     Header,
     build_preamble,
+    checked_token_ids,
     file_order,
     header_length,
     layer_tensor,
@@ -152,8 +153,8 @@ def _transfer(call: Any, fd: int, views: Sequence[memoryview], offset: int) -> b
 # -- reading -----------------------------------------------------------------------------------------
 
 
-def open_regular(files: FileLayer, path: str, *, direct: bool = False) -> tuple[int, int]:
-    """Open a chunk file for reading: ``(fd, size)``. Raises BadChunk for anything but a regular file.
+def open_regular(files: FileLayer, path: str, *, direct: bool = False) -> tuple[int, os.stat_result]:
+    """Open a chunk file for reading, and look at it. Raises BadChunk for anything but a regular file.
 
     Symbolic links are not followed, and O_NONBLOCK keeps a FIFO of that name from blocking the thread.
     """
@@ -177,20 +178,37 @@ def open_regular(files: FileLayer, path: str, *, direct: bool = False) -> tuple[
     if not stat.S_ISREG(info.st_mode):
         files.close(fd)
         raise BadChunk("type", f"{path} is not a regular file")
-    return fd, info.st_size
+    return fd, info
 
 
 def read_header(files: FileLayer, path: str) -> Header:
     """The header and token ids of a file, without its rows. Raises BadChunk or OSError."""
-    fd, size = open_regular(files, path)
+    fd, info = open_regular(files, path)
     try:
-        preamble = _grow(files, fd, b"", min(size, ALIGN))
-        preamble = _grow(files, fd, preamble, LENGTH_BYTES + header_length(preamble, size))
-        end = LENGTH_BYTES + header_length(preamble, size)
-        header = parse_header(preamble[LENGTH_BYTES:end], size)
-        preamble = _grow(files, fd, preamble, header.layout.preamble_bytes)
+        return read_open_header(files, fd, info.st_size)
     finally:
         files.close(fd)
+
+
+def read_open_header(
+    files: FileLayer, fd: int, size: int, *, expected: FileLayout | None = None, brief: bool = False
+) -> Header:
+    """``read_header`` of a file of ``size`` bytes that is open.
+
+    Args:
+        expected: A layout that the file probably has; see ``parse_header``.
+        brief: Check the token ids, and leave them and the digests out.
+    """
+    preamble = _grow(files, fd, b"", min(size, ALIGN))  # most headers are one page
+    end = LENGTH_BYTES + header_length(preamble, size)
+    if end > len(preamble):
+        preamble = _grow(files, fd, preamble, end)
+    header = parse_header(preamble[LENGTH_BYTES:end], size, expected)
+    if header.layout.preamble_bytes > len(preamble):
+        preamble = _grow(files, fd, preamble, header.layout.preamble_bytes)
+    if brief:
+        checked_token_ids(header, preamble)
+        return header
     return with_token_ids(header, preamble)
 
 
@@ -200,7 +218,7 @@ def _grow(files: FileLayer, fd: int, preamble: bytes, size: int) -> bytes:
         return preamble
     more = bytearray(size - len(preamble))
     _read_exactly(files, fd, [memoryview(more)], len(preamble))
-    return preamble + more
+    return preamble + more if preamble else bytes(more)
 
 
 def read(
@@ -239,10 +257,10 @@ def fetch(
 
     The preamble comes along in the same system call where it can. All bytes are moved within ``io_slots``.
     """
-    fd, size = open_regular(files, path, direct=direct and layout.direct)
+    fd, info = open_regular(files, path, direct=direct and layout.direct)
     try:
-        if size != layout.size:
-            raise BadChunk("size", f"{path} has {size} bytes instead of {layout.size}")
+        if info.st_size != layout.size:
+            raise BadChunk("size", f"{path} has {info.st_size} bytes instead of {layout.size}")
         preamble = _preambles.get(layout.preamble_bytes)
         with io_slots:
             position = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +56,10 @@ class FileLayout(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.preamble_bytes + sum(spec.nbytes(self.num_tokens) for spec in self.layers)
+        size = self.preamble_bytes
+        for spec in self.layers:
+            size += spec.nbytes(self.num_tokens)
+        return size
 
     @property
     def direct(self) -> bool:
@@ -148,6 +152,7 @@ def build_preamble(meta: ChunkMeta, specs: Sequence[LayerSpec], checksums: Mappi
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length) + ids
 
 
+_parse = json.JSONDecoder().decode
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -186,39 +191,35 @@ def parse_header(text: bytes | memoryview, file_size: int, expected: FileLayout 
     describe exactly a chunk file of ``file_size`` bytes.
     """
     try:
-        tensors = json.loads(bytes(text))
+        tensors = _parse(_without_padding(bytes(text)).decode("utf-8", "surrogatepass"))
         info = tensors.pop("__metadata__")
-        if not all(isinstance(info[field], str) for field in _FIELDS):
+        fields = _fields(info)
+        if set(map(type, fields)) != _ALL_STR:
             raise TypeError("a metadata field is not a string")
-        checksums = json.loads(info["xxh3"])
+        format_, version, key, chunk_hash, parent, prefix, start, tokens, model, created_at, sums, capture = fields
+        checksums = _parse(sums)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadChunk("header", f"not a chunk's header: {error!r}") from None
-    if info["format"] != FORMAT or info["version"] != VERSION:
-        raise BadChunk("version", f"format {info['format']!r} version {info['version']!r}")
-    if not isinstance(checksums, dict) or not all(isinstance(value, str) for value in checksums.values()):
+        raise BadChunk("header", f"not a chunk's header: {_in_short(error)}") from None
+    if format_ != FORMAT or version != VERSION:
+        raise BadChunk("version", f"format {format_!r} version {version!r}")
+    if not isinstance(checksums, dict) or not set(map(type, checksums.values())) <= _ALL_STR:
         raise BadChunk("header", "xxh3 is not a table of checksums")
-    if not _HEX16.fullmatch(info["prefix"]):
+    if not _HEX16.fullmatch(prefix):
         raise BadChunk("header", "the prefix digest is not 32 hex digits")
-    num_tokens = _bounded("num_tokens", info["num_tokens"], 1, MAX_TOKENS)
-    meta = ChunkMeta(
-        key=info["key"],
-        chunk_hash=info["chunk_hash"],
-        parent=info["parent"],
-        prefix=bytes.fromhex(info["prefix"]),
-        start=_bounded("start", info["start"], 0, 10**15),
-        num_tokens=num_tokens,
-        model=info["model"],
-        created_at=info["created_at"],
-        capture=info["capture"],
-    )
+    num_tokens = _bounded("num_tokens", tokens, 1, MAX_TOKENS)
+    first = _bounded("start", start, 0, 10**15)
+    meta = ChunkMeta(key, chunk_hash, parent, bytes.fromhex(prefix), first, num_tokens, model, created_at, capture)
     preamble_bytes = LENGTH_BYTES + len(text) + num_tokens * TOKEN_BYTES
     if expected is not None and tensors == _tensors(num_tokens, expected.layers):
         layers = expected.layers
     else:
         layers = _layers(tensors, num_tokens)
     layout = FileLayout(num_tokens, preamble_bytes, layers)
-    if layout.size != file_size:
-        raise BadChunk("size", f"the header describes {layout.size} bytes, the file has {file_size}")
+    if layout == expected:
+        layout = expected  # one object for many chunks
+    size = layout.size
+    if size != file_size:
+        raise BadChunk("size", f"the header describes {size} bytes, the file has {file_size}")
     return Header(meta, layout, checksums, b"")
 
 
@@ -229,11 +230,33 @@ def parse_preamble(preamble: bytes | memoryview, file_size: int, expected: FileL
     return with_token_ids(header, preamble)
 
 
-def with_token_ids(header: Header, preamble: bytes | memoryview) -> Header:
-    """A header together with what only the whole preamble tells: token ids and digests. Raises BadChunk."""
+def _without_padding(text: bytes) -> bytes:
+    """The JSON without the spaces after it. (``rstrip`` takes as long for them as the parser for the JSON.)"""
+    end = text.rfind(b"}") + 1
+    return text[:end] if text[end:] == b" " * (len(text) - end) else text
+
+
+def _in_short(error: Exception) -> str:
+    """What is wrong with a header, without the header itself."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]}"
+    return str(error)[:200] or type(error).__name__
+
+
+def checked_token_ids(header: Header, preamble: bytes | memoryview) -> bytes:
+    """The token ids behind a header, compared with their checksum. Raises BadChunk."""
     end = header.layout.preamble_bytes
     token_ids = bytes(preamble[end - header.meta.num_tokens * TOKEN_BYTES : end])
     verify_tensor(TOKEN_IDS, token_ids, header.checksums)
+    return token_ids
+
+
+def with_token_ids(header: Header, preamble: bytes | memoryview) -> Header:
+    """A header together with what only the whole preamble tells: token ids and digests. Raises BadChunk."""
+    end = header.layout.preamble_bytes
+    token_ids = checked_token_ids(header, preamble)
     digests = xxhash.xxh3_64_digest(preamble[:end])
     for spec in header.layout.layers:
         checksum = header.checksums.get(layer_tensor(spec.layer_idx), "")
@@ -248,12 +271,15 @@ _FIELDS = (
     "format", "version", "key", "chunk_hash", "parent", "prefix", "start", "num_tokens", "model",
     "created_at", "xxh3", "capture",
 )  # fmt: skip
+_fields = operator.itemgetter(*_FIELDS)
+_ALL_STR = {str}
 
 
 def _bounded(field: str, text: str, low: int, high: int) -> int:
-    if not _NUMBER.fullmatch(text) or not low <= int(text) <= high:
+    number = int(text) if _NUMBER.fullmatch(text) else low - 1
+    if not low <= number <= high:
         raise BadChunk("header", f"{field} is {text[:40]!r}")
-    return int(text)
+    return number
 
 
 def _layers(tensors: dict[str, Any], num_tokens: int) -> tuple[LayerSpec, ...]:

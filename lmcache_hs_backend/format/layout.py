@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -155,3 +155,116 @@ def scan_folder(folder: str) -> Iterator[FoundFile]:
 def scan_flat(directory: str) -> Iterator[FoundFile]:
     """Every file directly in a directory (quarantine), nameless."""
     return filter(None, map(_found, _listed(directory)))
+
+
+# -- looking from outside: unlike the store, which goes on, a reader is told what it may not look into -------------
+
+
+class ChunkPath(NamedTuple):
+    """A chunk's file by its name, not looked at yet."""
+
+    path: str
+    name: bytes
+
+
+def subdirectories(path: str) -> list[str]:
+    """The directories directly in a directory, links left out. Raises OSError."""
+    with os.scandir(path) as entries:
+        return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def chunk_folders(root: str) -> list[str]:
+    """The fan-out directories below a namespace (or archive); none where it does not exist. Raises OSError."""
+    try:
+        return [path for path in subdirectories(root) if FAN_OUT.fullmatch(os.path.basename(path))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def chunk_files(folder: str) -> list[ChunkPath]:
+    """What is named like a chunk in one fan-out directory, in the order of the files on disk. Raises OSError."""
+    first = os.path.basename(folder)
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = CHUNK_FILE.fullmatch(entry.name)
+            if match is not None and match[1].startswith(first):
+                found.append((entry.inode(), entry.path, bytes.fromhex(match[1])))
+    found.sort(key=lambda item: item[0])
+    return [ChunkPath(path, name) for _, path, name in found]
+
+
+class Stray(NamedTuple):
+    """Something in a cold path that is no file of ours in its place."""
+
+    kind: str  # "temporary", "misplaced" or "foreign"
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def strays(directory: str) -> Iterator[Stray]:
+    """Everything in a namespace directory that does not belong there."""
+    ours = {RECORD, LOCK, QUARANTINE, ARCHIVE, SEQUENCES}
+    yield from _strays_in(directory, lambda name: name in ours or SUBDIRECTORY.fullmatch(name) is not None)
+    yield from _strays_in(os.path.join(directory, ARCHIVE), lambda name: False)
+
+
+def strays_beside(cold_path: str, namespace_directories: Collection[str]) -> Iterator[Stray]:
+    """What is directly in a cold path besides the given directories, each with the bytes of all that is in it.
+
+    ``lost+found`` belongs to the filesystem; empty directories are passed over, an engine may just be making them.
+    """
+    for entry in _sorted_entries(cold_path):
+        if entry.path in namespace_directories or entry.name == "lost+found":
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            yield from _stray("temporary" if is_temporary(entry.name) else "foreign", entry)
+            continue
+        files = size = newest = 0
+        for folder, _, names in os.walk(entry.path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    info = os.lstat(os.path.join(folder, name))
+                    files, size, newest = files + 1, size + info.st_size, max(newest, info.st_mtime_ns)
+        if files:
+            yield Stray("foreign", entry.path, size, newest)
+
+
+def files_in(directory: str) -> Iterator[FoundFile]:
+    """Everything directly in a directory, nameless; nothing when it is not there, or may not be listed."""
+    for entry in _sorted_entries(directory):
+        file = _found(entry)
+        if file is not None:
+            yield file
+
+
+def _strays_in(root: str, belongs: Callable[[str], bool]) -> Iterator[Stray]:
+    folders = []
+    for entry in _sorted_entries(root):
+        if FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            folders.append(entry.path)
+        elif not belongs(entry.name):
+            yield from _stray("temporary" if is_temporary(entry.name) else "foreign", entry)
+    for folder in folders:
+        first = os.path.basename(folder)
+        for entry in _sorted_entries(folder):
+            match = CHUNK_FILE.fullmatch(entry.name)
+            if match is None:
+                yield from _stray("temporary" if is_temporary(entry.name) else "foreign", entry)
+            elif not match[1].startswith(first):
+                yield from _stray("misplaced", entry)
+
+
+def _sorted_entries(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # who looks for chunks there says so
+        return []
+
+
+def _stray(kind: str, entry: os.DirEntry[str]) -> Iterator[Stray]:
+    with contextlib.suppress(FileNotFoundError):
+        info = entry.stat(follow_symlinks=False)
+        yield Stray(kind, entry.path, info.st_size, info.st_mtime_ns)

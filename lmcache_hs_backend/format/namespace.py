@@ -7,7 +7,6 @@ is not decided here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,16 +14,17 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_hs_backend.format.layout import RECORD, SUBDIRECTORY
+from lmcache_hs_backend.format.layout import ARCHIVE, LOCK, RECORD, SUBDIRECTORY, chunk_folders, subdirectories
 
 FORMAT = "lmcache-hs-namespace"
 VERSION = 1
 MAX_RECORD_BYTES = 1 << 16
 
+_DIRECTORY = re.compile(r".+-[0-9a-f]{12}")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -97,24 +97,87 @@ def read_record(directory: str) -> dict[str, Any]:
     return record
 
 
-def namespaces(cold_path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(directory, record)`` of every namespace under a cold path, those of second processes included.
+@dataclass(frozen=True)
+class NamespaceDirectory:
+    """A directory of interchangeable chunks, as it describes itself.
 
-    What is not ours is passed over. Raises OSError when the cold path itself cannot be listed.
+    Attributes:
+        directory: Its path.
+        label: Its path below the cold path; what users call it.
+        record: The contents of its ``namespace.json``.
     """
-    with os.scandir(cold_path) as entries:
-        directories = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-    for directory in directories:
+
+    directory: str
+    label: str
+    record: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return str(self.record.get("model", ""))
+
+    @property
+    def worker_id(self) -> Any:
+        return self.record.get("worker_id")
+
+    def root(self, state: str) -> str:
+        """The directory above the fan-out of a state ("cold" or "archived")."""
+        return os.path.join(self.directory, ARCHIVE) if state == "archived" else self.directory
+
+
+class LeftOut(NamedTuple):
+    """A directory that looks like a namespace and cannot be used as one. ``why`` names it."""
+
+    directory: str
+    why: str
+
+
+def find_namespaces(cold_path: str) -> tuple[list[NamespaceDirectory], list[LeftOut]]:
+    """The namespaces of a cold path, those of further processes included, and what looks like one but is none.
+
+    Raises OSError when the cold path itself cannot be listed.
+    """
+    found: list[NamespaceDirectory] = []
+    left_out: list[LeftOut] = []
+
+    def add(directory: str) -> None:
         try:
-            yield directory, read_record(directory)
-            with os.scandir(directory) as entries:
-                nested = sorted(
-                    entry.path
-                    for entry in entries
-                    if SUBDIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-                )
-        except (NamespaceRecordError, OSError):
+            found.append(NamespaceDirectory(directory, os.path.relpath(directory, cold_path), read_record(directory)))
+        except NamespaceRecordError as error:
+            left_out.append(LeftOut(directory, str(error)))
+
+    for directory in subdirectories(cold_path):
+        named_like_one = _DIRECTORY.fullmatch(os.path.basename(directory)) is not None
+        try:
+            if os.path.lexists(os.path.join(directory, RECORD)):
+                add(directory)
+                nested = subdirectories(directory) if found and found[-1].directory == directory else []
+                for path in nested:
+                    if SUBDIRECTORY.fullmatch(os.path.basename(path)):
+                        add(path)
+            elif named_like_one and chunk_folders(directory):
+                left_out.append(LeftOut(directory, f"{directory}: chunk files, but no {RECORD}"))
+        except FileNotFoundError:  # deleted meanwhile
             continue
-        for path in nested:
-            with contextlib.suppress(NamespaceRecordError):
-                yield path, read_record(path)
+        except OSError as error:
+            if named_like_one:  # else it is foreign
+                left_out.append(LeftOut(directory, f"{directory}: {error.strerror}"))
+    return found, left_out
+
+
+def namespaces(cold_path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``(directory, record)`` of every namespace under a cold path. Raises OSError when it cannot be listed."""
+    for each in find_namespaces(cold_path)[0]:
+        yield each.directory, each.record
+
+
+def in_use(directory: str) -> bool:
+    """Whether a process is seen to hold a namespace. Takes no lock: looks at the kernel's list of locks.
+
+    Processes of other containers are not in that list, so no is not certain.
+    """
+    try:
+        inode = os.lstat(os.path.join(directory, LOCK)).st_ino
+        with open("/proc/locks") as file:
+            return any(line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}") for line in file)
+    except (OSError, IndexError):
+        return False

@@ -6,14 +6,33 @@ vanishes or is not a chunk is reported as such and never stops the reader. Nothi
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
-from lmcache_hs_backend.format.header import BadChunk, Header
-from lmcache_hs_backend.format.layout import ARCHIVE, RECORD, FoundFile, scan_chunks
-from lmcache_hs_backend.format.namespace import NamespaceRecordError, namespaces, read_record
+from lmcache_hs_backend.chunk import chunk_name
+from lmcache_hs_backend.format.chunk_file import FileLayer, open_regular, read_open_header
+from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
+from lmcache_hs_backend.format.layout import RECORD, ChunkPath, FoundFile, chunk_files, chunk_folders
+from lmcache_hs_backend.format.namespace import (
+    NamespaceDirectory,
+    NamespaceRecordError,
+    find_namespaces,
+    read_record,
+)
+
+logger = logging.getLogger(__name__)
+
+STATES = ("cold", "archived")
+
+#: How many files are open ahead; a header has seldom more bytes than are asked for in advance.
+_AHEAD = 64
+_AHEAD_BYTES = 8192
+
+_FILES = FileLayer()
 
 
 class NotAColdPath(Exception):
@@ -21,31 +40,52 @@ class NotAColdPath(Exception):
 
 
 class ChunkInfo(NamedTuple):
-    """One chunk file.
+    """One chunk file as a reader found it.
 
     Attributes:
-        file: Its path, name, size in bytes and mtime.
-        directory: Of its namespace.
-        namespace: What ``namespace.json`` says: model, revision, KV dtype, chunk size and so on.
-        state: ``cold``, or ``archived`` (kept for extraction, never served).
-        header: Its metadata, token ids (bytes of int64) and layers, or None when it could not be read as a chunk.
-        problem: Why ``header`` is None.
+        file: Path, size, time of last use, and the chunk's name; without size and time when it could not be opened.
+        namespace: The namespace that it is in.
+        state: One of ``STATES``.
+        header: Its checked header, or None when the file could not be read as a chunk.
+        problem: Why not: one word (a BadChunk's ``reason``, ``vanished`` or ``unreadable``), perhaps with a detail
+            after a colon.
     """
 
     file: FoundFile
-    directory: str
-    namespace: dict[str, Any]
-    state: str  # "cold" or "archived"
+    namespace: NamespaceDirectory
+    state: str
     header: Header | None
     problem: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The word of ``problem``."""
+        return self.problem.partition(":")[0]
+
+
+class Folder(NamedTuple):
+    """One of the 256 directories of a namespace, or of its archive."""
+
+    namespace: NamespaceDirectory
+    state: str
+    path: str
+
+
+class Place(NamedTuple):
+    """Where a chunk file is."""
+
+    namespace: NamespaceDirectory
+    state: str
+    file: ChunkPath
 
 
 class ColdTierReader:
     """The chunks of a cold path, namespace by namespace. Takes no lock, imports no torch, changes nothing.
 
     Attributes:
-        cold_path: The absolute path.
-        namespaces: ``(directory, record)`` of each namespace, record being what ``namespace.json`` says.
+        cold_path: Its absolute path.
+        namespaces: Those that can be read.
+        left_out: Directories that look like namespaces and cannot be used, each with the reason.
     """
 
     def __init__(self, cold_path: str) -> None:
@@ -58,40 +98,110 @@ class ColdTierReader:
             NotAColdPath: There is no namespace that this version can read; one line says why.
         """
         self.cold_path = os.path.abspath(os.path.expanduser(cold_path))
-        self._files = FileLayer()
         try:
-            self.namespaces = list(namespaces(self.cold_path))
+            self.namespaces, self.left_out = find_namespaces(self.cold_path)
         except OSError as error:
-            raise NotAColdPath(f"{cold_path} cannot be read: {error.strerror}") from None
+            raise NotAColdPath(f"{cold_path} is not a cold path: {error.strerror}") from None
         if not self.namespaces:
-            raise NotAColdPath(f"{cold_path} is not a cold path: {self._why_not()}")
+            raise NotAColdPath(self._why_not(cold_path))
 
     def chunks(self) -> Iterator[ChunkInfo]:
-        """Every chunk, archived ones included, in the order of the directories. Streams, and reads headers only."""
-        for directory, record in self.namespaces:
-            for state, root in (("cold", directory), ("archived", os.path.join(directory, ARCHIVE))):
-                for file in scan_chunks(root):
-                    if file.name:
-                        yield self._look(file, directory, record, state)
+        """Every chunk, archived ones included, in the order of the directories, with token ids. Streams.
 
-    def _look(self, file: FoundFile, directory: str, record: dict[str, Any], state: str) -> ChunkInfo:
-        try:
-            header = read_header(self._files, file.path)
-        except BadChunk as bad:
-            return ChunkInfo(file, directory, record, state, None, f"{bad.reason}: {bad}")
-        except OSError as error:
-            return ChunkInfo(file, directory, record, state, None, str(error.strerror))
-        return ChunkInfo(file, directory, record, state, header)
-
-    def _why_not(self) -> str:
-        """The most telling reason: a namespace of another version, if there is one."""
-        with os.scandir(self.cold_path) as entries:
-            directories = [e.path for e in entries if e.is_dir(follow_symlinks=False)]
-        for directory in [self.cold_path, *sorted(directories)]:
-            if os.path.exists(os.path.join(directory, RECORD)):
+        A directory that cannot be listed is passed over, with a warning in the log.
+        """
+        for namespace in self.namespaces:
+            for state in STATES:
                 try:
-                    read_record(directory)
-                except NamespaceRecordError as error:
-                    return str(error)
-                return f"{directory} is one namespace; name the directory above it"
-        return "no namespace.json in any directory below it"
+                    for folder in folders_of(namespace, state):
+                        yield from read_folder(folder)
+                except OSError as error:
+                    logger.warning("passed over in %s: %s", namespace.directory, error)
+
+    def _why_not(self, cold_path: str) -> str:
+        """The most telling reason: a namespace of another version, if there is one."""
+        if os.path.lexists(os.path.join(self.cold_path, RECORD)):
+            try:
+                read_record(self.cold_path)
+            except NamespaceRecordError as error:
+                return f"{cold_path} is not a cold path: {error}"
+            return f"{cold_path} is one namespace of a cold path; name the directory above it"
+        why = self.left_out[0].why if self.left_out else f"no {RECORD} in any directory below it"
+        return f"{cold_path} is not a cold path: {why}"
+
+
+def folders_of(namespace: NamespaceDirectory, state: str) -> list[Folder]:
+    """The directories of a namespace that hold chunks of a state. Raises OSError."""
+    return [Folder(namespace, state, path) for path in chunk_folders(namespace.root(state))]
+
+
+def places(folder: Folder) -> Iterator[Place]:
+    """The chunk files of a directory, by name alone. Raises OSError."""
+    for file in chunk_files(folder.path):
+        yield Place(folder.namespace, folder.state, file)
+
+
+def read_place(place: Place) -> ChunkInfo:
+    """The chunk in one file, token ids included."""
+    return _read(place, _open(place), None, brief=False)
+
+
+def read_folder(folder: Folder, *, brief: bool = False) -> Iterator[ChunkInfo]:
+    """The chunks of one directory, in order, while the kernel already reads what comes next. Raises OSError.
+
+    ``brief``: without token ids and digests; the token ids have been checked all the same.
+    """
+    waiting: deque[tuple[Place, _Opened]] = deque()
+    layout: FileLayout | None = None
+    try:
+        todo = places(folder)
+        while True:
+            while len(waiting) <= _AHEAD and (place := next(todo, None)) is not None:
+                waiting.append((place, _open(place)))
+            if not waiting:
+                return
+            info = _read(*waiting.popleft(), layout, brief=brief)
+            if info.header is not None:
+                layout = info.header.layout
+            yield info
+    finally:  # the caller may have seen enough
+        for _, opened in waiting:
+            if not isinstance(opened, str):
+                os.close(opened[0])
+
+
+#: A file that is open, or why it is not.
+_Opened = tuple[int, os.stat_result] | str
+
+
+def _open(place: Place) -> _Opened:
+    try:
+        fd, info = open_regular(_FILES, place.file.path)
+    except BadChunk as bad:
+        return f"{bad.reason}: {bad}"
+    except FileNotFoundError:
+        return "vanished"
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    with contextlib.suppress(OSError):  # advice, no more: not every filesystem takes it
+        os.posix_fadvise(fd, 0, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+    return fd, info
+
+
+def _read(place: Place, opened: _Opened, layout: FileLayout | None, *, brief: bool) -> ChunkInfo:
+    namespace, state, (path, name) = place
+    if isinstance(opened, str):
+        return ChunkInfo(FoundFile(path, 0, 0, name), namespace, state, None, opened)
+    fd, info = opened
+    file = FoundFile(path, info.st_size, info.st_mtime_ns, name)
+    try:
+        header = read_open_header(_FILES, fd, info.st_size, expected=layout, brief=brief)
+    except BadChunk as bad:
+        return ChunkInfo(file, namespace, state, None, f"{bad.reason}: {bad}")
+    except OSError as error:
+        return ChunkInfo(file, namespace, state, None, f"unreadable: {error.strerror}")
+    finally:
+        os.close(fd)
+    if chunk_name(header.meta.key) != name:
+        return ChunkInfo(file, namespace, state, None, f"key: it holds the chunk {header.meta.key[:200]!r}")
+    return ChunkInfo(file, namespace, state, header)

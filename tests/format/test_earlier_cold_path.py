@@ -121,7 +121,7 @@ def test_the_quarantined_file_is_still_bad(cold: Path) -> None:
 
 def test_the_request_records_are_read(cold: Path) -> None:
     prompts = CONTENTS["prompts"]["org/alpha"]
-    [path] = [path for directory, _ in ColdTierReader(str(cold)).namespaces for path in record_files(directory)]
+    [path] = [path for each in ColdTierReader(str(cold)).namespaces for path in record_files(each.directory)]
     records = list(read_records(path))
     assert [record for record in records if not isinstance(record, RequestRecord)] == []
     assert [(r.request_id, r.num_tokens) for r in records if isinstance(r, RequestRecord)] == [
