@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lmcache_hs_backend.capture.settings import CaptureError, Settings
 from lmcache_hs_backend.dataset.chains import Report, requests
 from lmcache_hs_backend.dataset.errors import DatasetError
-from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.index import ChunkIndex, model_label
 from lmcache_hs_backend.format.namespace import local_model_revision, namespaces
 from lmcache_hs_backend.format.request_log import record_files
@@ -94,7 +94,7 @@ def _intact(settings: Settings, label: str, chunk_size: int) -> set[str]:
     """Rows whose chunks are all there, from the first on, with the layers that are asked for."""
     try:
         index = ChunkIndex([settings.cold_path], label, chunk_size=chunk_size)
-        samples = requests(Forest(index, settings.layers), Report("requests"))
+        samples = requests(UsableForest(index, settings.layers), Report("requests"))
     except DatasetError:  # no chunk at all, or no record
         return set()
     return {row for sample in samples if (row := row_of(sample.id)) is not None}

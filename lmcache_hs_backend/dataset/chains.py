@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeVar
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, token_bytes
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
-from lmcache_hs_backend.dataset.forest import Forest
-from lmcache_hs_backend.dataset.index import FIRST, ChunkIndex, sequence_files
+from lmcache_hs_backend.dataset.forest import UsableForest
+from lmcache_hs_backend.dataset.index import ChunkIndex, sequence_files
+from lmcache_hs_backend.format.chunk_forest import FIRST
 from lmcache_hs_backend.format.request_log import RequestRecord, Spans, read_records
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Report:
         return full, len(self.coverage) - full - missing, missing
 
 
-def leaves(forest: Forest, report: Report) -> list[Sample]:
+def leaves(forest: UsableForest, report: Report) -> list[Sample]:
     """Every maximal chain, those that share chunks beside each other."""
     chunks = forest.index.chunks
     found = [Sample(chunks[last].prefix.hex(), last, chunks[last].end) for last in forest.leaves()]
@@ -68,7 +69,7 @@ def leaves(forest: Forest, report: Report) -> list[Sample]:
 # -- requests --------------------------------------------------------------------------------------------
 
 
-def requests(forest: Forest, report: Report) -> list[Sample]:
+def requests(forest: UsableForest, report: Report) -> list[Sample]:
     """One sequence per request record, in the order of the records. The same request twice counts once."""
     paths = sequence_files(forest.index)
     if not paths:
@@ -112,7 +113,7 @@ def _records(paths: Iterable[str], report: Report) -> Iterator[RequestRecord]:
                 report.left_out["unreadable request record"] += 1
 
 
-def _usable(forest: Forest) -> Iterator[int]:
+def _usable(forest: UsableForest) -> Iterator[int]:
     stack = list(forest.children(FIRST))
     while stack:
         position = stack.pop()
@@ -123,7 +124,7 @@ def _usable(forest: Forest) -> Iterator[int]:
 # -- a prepared dataset ----------------------------------------------------------------------------------
 
 
-def matched(forest: Forest, rows: Iterable[Sequence[int] | RowRejected], report: Report) -> list[Sample]:
+def matched(forest: UsableForest, rows: Iterable[Sequence[int] | RowRejected], report: Report) -> list[Sample]:
     """One sequence per row of a prepared dataset that chunks cover at least in part, in the dataset's order.
 
     A row that is no row, a RowRejected in its place, is kept in the report, and no sequence.
@@ -178,7 +179,7 @@ def matched(forest: Forest, rows: Iterable[Sequence[int] | RowRejected], report:
     return found
 
 
-def _ends(forest: Forest, last: int) -> list[int]:
+def _ends(forest: UsableForest, last: int) -> list[int]:
     """The chunk where a walk ended, and the one before it."""
     return [last] if last < 0 else [last, forest.index.chunks[last].parent]
 

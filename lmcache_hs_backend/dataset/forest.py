@@ -13,37 +13,40 @@ from collections.abc import Iterator, Mapping, Sequence
 import xxhash
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES
-from lmcache_hs_backend.dataset.index import FIRST, ChunkIndex
+from lmcache_hs_backend.dataset.index import ChunkIndex, IndexedChunk
+from lmcache_hs_backend.format.chunk_forest import EXCLUDED, FIRST, ChunkForest
 
 #: Prefix digests that are looked for inside the chunks that follow a chunk: by length, counted from its end.
 Wanted = Mapping[int, Mapping[int, set[bytes]]]
 
 
-class Forest:
-    """The usable part of an index, for some layers."""
+class UsableForest(ChunkForest[IndexedChunk]):
+    """The usable part of an index, for some layers. Chunks that are not usable are EXCLUDED."""
 
     def __init__(self, index: ChunkIndex, slots: Sequence[int]) -> None:
         self.index = index
         self.unusable: Counter[str] = Counter()  # chunks that are left out, by reason
-        self._children: dict[int, list[int]] = {}
+        self._slots = slots
         self._lengths: dict[int, list[int]] = {}
-        self._by_prefix: dict[tuple[int, bytes], int] = {}
-        usable = bytearray(len(index))
-        for position, chunk in enumerate(index.chunks):
-            missing = [slot for slot in slots if not chunk.has(slot)]
+        super().__init__(index.chunks, self._link)
+        self._by_prefix = {
+            (parent, index.chunks[position].prefix): position
+            for position, parent in enumerate(self.parents)
+            if parent != EXCLUDED
+        }
+        self.size = len(self.parents) - len(self.children(EXCLUDED))
+
+    def _link(self, chunks: Sequence[IndexedChunk]) -> Iterator[int]:
+        for chunk in chunks:
+            missing = [slot for slot in self._slots if not chunk.has(slot)]
             if missing:
                 self.unusable[f"layer {', '.join(map(str, missing))} is not stored"] += 1
-            elif chunk.parent != FIRST and (chunk.parent < 0 or not usable[chunk.parent]):
+                yield EXCLUDED
+            elif chunk.parent != FIRST and (chunk.parent < 0 or self.parents[chunk.parent] == EXCLUDED):
                 self.unusable["a chunk before it is missing or unusable"] += 1
+                yield EXCLUDED
             else:
-                usable[position] = 1
-                self._children.setdefault(chunk.parent, []).append(position)
-                self._by_prefix[chunk.parent, chunk.prefix] = position
-        self.size = sum(usable)
-
-    def children(self, position: int) -> Sequence[int]:
-        """The usable chunks that follow a chunk; of FIRST: those that begin a sequence."""
-        return self._children.get(position, ())
+                yield chunk.parent
 
     def leaves(self) -> Iterator[int]:
         """Chunks that end a maximal sequence, neighbours together, in an order that depends on contents only.
@@ -68,6 +71,8 @@ class Forest:
         chunks = self.index.chunks
         tails: dict[int, dict[int, set[bytes]]] = {}
         for parent, children in self._children.items():
+            if parent == EXCLUDED:
+                continue
             longest = max(chunks[child].num_tokens for child in children)
             for child in children:
                 if chunks[child].num_tokens < longest and not self.children(child):

@@ -16,14 +16,11 @@ from typing import Any, NamedTuple
 from lmcache_hs_backend.chunk import TOKEN_BYTES, prefix_digests
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
+from lmcache_hs_backend.format.chunk_forest import FIRST, MISSING
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.format.layout import ARCHIVE, chunk_path
 from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath
 from lmcache_hs_backend.format.request_log import record_files
-
-#: Values of ``Chunk.parent`` that are no index: the chunk is a sequence's first, or what precedes it is not here.
-FIRST = -1
-MISSING = -2
 
 
 class ChunkFile(NamedTuple):
@@ -43,7 +40,7 @@ class ChunkFile(NamedTuple):
         return chunk_path(os.path.join(self.root, ARCHIVE), self.name)
 
 
-class Chunk(NamedTuple):
+class IndexedChunk(NamedTuple):
     """One chunk, however many files hold it. ``parent`` is the position of the chunk before, in the index."""
 
     prefix: bytes
@@ -200,7 +197,7 @@ class ChunkIndex:
         chunk.links.append((number, meta.chunk_hash, meta.parent))
         self.num_files += 1
 
-    def _link(self, found: dict[tuple[int, bytes, int], _Found]) -> list[Chunk]:
+    def _link(self, found: dict[tuple[int, bytes, int], _Found]) -> list[IndexedChunk]:
         """Chunks by start, so that a parent comes before its children, each with its parent's position."""
         order = sorted(found)
         by_hash: dict[tuple[int, str], list[int]] = {}
@@ -209,7 +206,7 @@ class ChunkIndex:
                 holders = by_hash.setdefault((space, chunk_hash), [])
                 if position not in holders:
                     holders.append(position)
-        chunks: list[Chunk] = []
+        chunks: list[IndexedChunk] = []
         for start, prefix, num_tokens in order:
             chunk = found[start, prefix, num_tokens]
             parent = FIRST if start == 0 else MISSING
@@ -220,10 +217,10 @@ class ChunkIndex:
                     if fits:
                         parent = fits[0] if len(fits) == 1 else self._true_parent(chunks, fits, chunk.files[0], prefix)
                         break
-            chunks.append(Chunk(prefix, start, num_tokens, parent, tuple(chunk.files), chunk.capture))
+            chunks.append(IndexedChunk(prefix, start, num_tokens, parent, tuple(chunk.files), chunk.capture))
         return chunks
 
-    def _true_parent(self, chunks: list[Chunk], candidates: list[int], file: ChunkFile, prefix: bytes) -> int:
+    def _true_parent(self, chunks: list[IndexedChunk], candidates: list[int], file: ChunkFile, prefix: bytes) -> int:
         """The candidate whose tokens, followed by those of ``file``, have the prefix digest."""
         own = self.header(file)
         for candidate in candidates:

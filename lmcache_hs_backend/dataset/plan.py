@@ -17,7 +17,7 @@ from lmcache_hs_backend.dataset.capture import POST_NORM, PRE_NORM, Capture, Lay
 from lmcache_hs_backend.dataset.chains import Report, Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm, layers_of
-from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.masks import LossMask
 from lmcache_hs_backend.dataset.prepared import MASK_COLUMNS, Prepared, given_mask, ids_of, open_prepared
@@ -143,7 +143,7 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
     layers, warnings = choose_layers(
         Capture.of(index.captures), stored, choice.layers, choice.last_layer, uses_last=choice.uses_last
     )
-    forest = Forest(index, layers.slots)
+    forest = UsableForest(index, layers.slots)
     report = Report(choice.sequences)
     if prepared is not None:
         samples = chains.matched(forest, ids_of(prepared), report)

@@ -19,7 +19,7 @@ from lmcache_hs_backend.dataset.capture import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
-from lmcache_hs_backend.dataset.index import Chunk, ChunkFile, ChunkIndex
+from lmcache_hs_backend.dataset.index import ChunkFile, ChunkIndex, IndexedChunk
 from lmcache_hs_backend.format.chunk_file import read
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
@@ -158,7 +158,7 @@ class RowReader:
             raise RowRejected("non_finite", f"{where}: NaN or infinity at token {start + bad}")
         return rows
 
-    def _layers_of(self, chunk: Chunk, once: bool) -> Iterator[tuple[int, LayerSpec, torch.Tensor, Header]]:
+    def _layers_of(self, chunk: IndexedChunk, once: bool) -> Iterator[tuple[int, LayerSpec, torch.Tensor, Header]]:
         """Each layer asked for, with its rows, from whichever file of the chunk has it and can be read."""
         todo = list(self._layers.slots)
         trouble: RowRejected | None = None

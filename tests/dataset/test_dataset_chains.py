@@ -19,24 +19,24 @@ from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.chains import Report, RequestRecord, Sample
 from lmcache_hs_backend.dataset.errors import DatasetError
-from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from tests.support.dataset_capture import AUX, CHUNK, LAST, MODEL, VLLM, Writer, ids_of
 
 SLOTS = (*AUX, LAST)
 
 
-def forest_of(*cold_paths: Path, slots: Sequence[int] = SLOTS, model: str | None = None) -> Forest:
-    return Forest(ChunkIndex([str(path) for path in cold_paths], model), slots)
+def forest_of(*cold_paths: Path, slots: Sequence[int] = SLOTS, model: str | None = None) -> UsableForest:
+    return UsableForest(ChunkIndex([str(path) for path in cold_paths], model), slots)
 
 
-def tokens_of(forest: Forest, sample: Sample) -> list[int]:
+def tokens_of(forest: UsableForest, sample: Sample) -> list[int]:
     """The token ids of a sample, as they lie in the chunk files."""
     ids = b"".join(forest.index.ids(position) or b"" for position in forest.index.chain(sample.last))
     return list(memoryview(ids).cast("q"))[: sample.tokens]
 
 
-def leaves_of(forest: Forest) -> list[list[int]]:
+def leaves_of(forest: UsableForest) -> list[list[int]]:
     return [tokens_of(forest, sample) for sample in chains.leaves(forest, Report("leaves"))]
 
 
@@ -178,7 +178,7 @@ def test_what_is_no_cold_path_is_named(tmp_path: Path, what: str) -> None:
 # -- a prepared dataset ----------------------------------------------------------------------------------
 
 
-def match(forest: Forest, rows: Sequence[Sequence[int]]) -> tuple[dict[int, int], Report]:
+def match(forest: UsableForest, rows: Sequence[Sequence[int]]) -> tuple[dict[int, int], Report]:
     """Row → covered tokens; every covered part has the row's own token ids."""
     report = Report("dataset")
     samples = chains.matched(forest, rows, report)

@@ -16,7 +16,7 @@ import xxhash
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.chains import Report, leaves, read_once
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
-from lmcache_hs_backend.dataset.forest import Forest
+from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.formats.base import HashingFile
 from lmcache_hs_backend.dataset.formats.deepspec import DeepSpec
 from lmcache_hs_backend.dataset.formats.speculators import _ratio
@@ -284,7 +284,7 @@ def test_only_chunks_that_no_other_sample_needs_are_read_past_the_page_cache(col
         for ids in (ids_of(64), ids_of(32) + ids_of(32, seed=1), ids_of(48, seed=2)):
             writer.put(ids)
     index = ChunkIndex([str(cold_path)])
-    samples = leaves(Forest(index, (*AUX, LAST)), Report("leaves"))
+    samples = leaves(UsableForest(index, (*AUX, LAST)), Report("leaves"))
     once = read_once(index, samples)
     starts = sorted(index.chunks[position].start for position in once)
     assert starts == [0, 16, 32, 32, 32, 48, 48], "all but the two that the first two prompts share"
