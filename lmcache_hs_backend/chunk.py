@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 #: The float types that rows keep, by their safetensors names: bytes of one element. Others are converted or refused.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 TOKEN_BYTES = 8  # a token id is an int64
 
@@ -58,6 +59,11 @@ class LayerSpec(NamedTuple):
     def itemsize(self) -> int:
         """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def dtype_name(self) -> str:
+        """What torch calls the dtype, for people."""
+        return _TORCH_NAMES[self.dtype]
 
     def nbytes(self, num_tokens: int) -> int:
         """Bytes of the rows of ``num_tokens`` tokens."""

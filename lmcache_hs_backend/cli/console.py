@@ -15,12 +15,13 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 #: Wide enough that nothing is ever wrapped or cut where there is no terminal.
 _UNLIMITED = 100_000
@@ -70,7 +71,7 @@ def _drop_standard_output() -> None:
     os.close(devnull)
 
 
-class Screen:
+class Output:
     """Where a command's results go: standard output, the file of ``--output``, both or neither.
 
     Use as a context manager. ``--output`` is written under a temporary name and appears when the command
@@ -87,7 +88,7 @@ class Screen:
             terminal = sys.stdout.isatty()
             self._sinks.append(_console(sys.stdout, None if terminal else _UNLIMITED))
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Output:
         if self._path is not None:
             try:
                 self._file = open(self._temporary, "x", encoding="utf-8")  # closed in __exit__
@@ -139,14 +140,27 @@ class Screen:
         """Print a value as JSON."""
         self.write(json.dumps(value, indent=2) + "\n")
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-        """Print a table; columns whose name starts with ``>`` are aligned to the right."""
-        table = Table(
-            box=None, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 2, 0, 0)
-        )
-        for column in columns:
+    def line(self, text: str, style: str | None = None) -> None:
+        """Print one line, cut at the terminal's width."""
+        for sink in self._sinks:
+            sink.print(Text(text), style=style, no_wrap=True, overflow="ellipsis", crop=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table; columns whose name starts with ``>`` are aligned to the right.
+
+        Where the terminal is too narrow for it, each row becomes a block: its first cell, then names and values.
+        """
+        names = [column.lstrip(">") for column in columns]
+        cells = [max(map(len, (name, *column))) for name, column in zip(names, zip(*rows, strict=True), strict=False)]
+        if self.width is not None and sum(cells) + 2 * len(cells) - 2 > self.width:
+            for first, *rest in rows:
+                self.show(first, style="bold")
+                self.show("  " + ", ".join(f"{name} {value}" for name, value in zip(names[1:], rest, strict=True)))
+            return
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column, name in zip(columns, names, strict=True):
             right = column.startswith(">")
-            table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="bold")
+            table.add_column(name, justify="right" if right else "left", header_style="bold")
         for row in rows:
             table.add_row(*row)
         self.show(table)

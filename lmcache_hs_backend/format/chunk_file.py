@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,6 +42,7 @@ from lmcache_hs_backend.format.header import (
 from lmcache_hs_backend.format.layout import temporary_name
 from lmcache_hs_backend.format.pages import ALIGN, align
 
+_PIECE = 4 << 20  # bytes that are read at a time where a whole layer need not be in memory
 _ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -219,6 +220,33 @@ def _grow(files: FileLayer, fd: int, preamble: bytes, size: int) -> bytes:
     more = bytearray(size - len(preamble))
     _read_exactly(files, fd, [memoryview(more)], len(preamble))
     return preamble + more if preamble else bytes(more)
+
+
+def read_layers(files: FileLayer, fd: int, layout: FileLayout) -> list[tuple[LayerSpec, bytearray]]:
+    """The rows of all layers of an open chunk file, in the order of the file, into memory of their own.
+
+    Checksums are not compared. Raises BadChunk or OSError.
+    """
+    rows = [(spec, bytearray(spec.nbytes(layout.num_tokens))) for spec in layout.layers]
+    _read_exactly(files, fd, [memoryview(data) for _, data in rows], layout.preamble_bytes)
+    return rows
+
+
+def digest_layers(files: FileLayer, fd: int, layout: FileLayout) -> Iterator[tuple[LayerSpec, str]]:
+    """The checksum (xxh3_64, hex) of each layer of an open chunk file, in the order of the file, read piece by piece.
+
+    Raises BadChunk or OSError.
+    """
+    position = layout.preamble_bytes
+    buffer = memoryview(bytearray(min(_PIECE, max(spec.nbytes(layout.num_tokens) for spec in layout.layers))))
+    for spec in layout.layers:
+        digest, end = xxhash.xxh3_64(), position + spec.nbytes(layout.num_tokens)
+        while position < end:
+            piece = buffer[: end - position]
+            _read_exactly(files, fd, [piece], position)
+            digest.update(piece)
+            position += len(piece)
+        yield spec, digest.hexdigest()
 
 
 def read(

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lmcache_hs_backend.chunk import chunk_name
@@ -114,7 +114,7 @@ class ColdTierReader:
             for state in STATES:
                 try:
                     for folder in folders_of(namespace, state):
-                        yield from read_folder(folder)
+                        yield from read_files(folder, chunk_files(folder.path))
                 except OSError as error:
                     logger.warning("passed over in %s: %s", namespace.directory, error)
 
@@ -135,28 +135,23 @@ def folders_of(namespace: NamespaceDirectory, state: str) -> list[Folder]:
     return [Folder(namespace, state, path) for path in chunk_folders(namespace.root(state))]
 
 
-def places(folder: Folder) -> Iterator[Place]:
-    """The chunk files of a directory, by name alone. Raises OSError."""
-    for file in chunk_files(folder.path):
-        yield Place(folder.namespace, folder.state, file)
-
-
 def read_place(place: Place) -> ChunkInfo:
     """The chunk in one file, token ids included."""
     return _read(place, _open(place), None, brief=False)
 
 
-def read_folder(folder: Folder, *, brief: bool = False) -> Iterator[ChunkInfo]:
-    """The chunks of one directory, in order, while the kernel already reads what comes next. Raises OSError.
+def read_files(folder: Folder, files: Iterable[ChunkPath], *, brief: bool = False) -> Iterator[ChunkInfo]:
+    """The chunks in some files of a directory, in order, while the kernel already reads what comes next.
 
     ``brief``: without token ids and digests; the token ids have been checked all the same.
     """
     waiting: deque[tuple[Place, _Opened]] = deque()
     layout: FileLayout | None = None
     try:
-        todo = places(folder)
+        todo = iter(files)
         while True:
-            while len(waiting) <= _AHEAD and (place := next(todo, None)) is not None:
+            while len(waiting) <= _AHEAD and (file := next(todo, None)) is not None:
+                place = Place(folder.namespace, folder.state, file)
                 waiting.append((place, _open(place)))
             if not waiting:
                 return

@@ -14,8 +14,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_hs_backend.cli import lmcache_config
-from lmcache_hs_backend.cli.lmcache_config import LoadError
+from lmcache_hs_backend.cli.config import lmcache_settings as lmcache_config
+from lmcache_hs_backend.cli.config.lmcache_settings import LoadError
 from lmcache_hs_backend.config import TieredConfig
 from tests.support.inspecting import blocking, inspect, inspect_json
 

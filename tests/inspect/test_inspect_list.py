@@ -15,15 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lmcache_hs_backend.chunk import chunk_name
-from lmcache_hs_backend.cli import coldpath
-from lmcache_hs_backend.cli.parallel import in_processes
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, look_at
+from lmcache_hs_backend.cli.inspect.workers import in_processes
 from lmcache_hs_backend.format import chunk_file, layout
-from lmcache_hs_backend.format import header as chunk_header
-from lmcache_hs_backend.format import namespace as ours
+from lmcache_hs_backend.format.reader import ColdTierReader
 from tests.support.cold_paths import CHUNK, MODEL, add_prompt, file_bytes, namespace, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, fails, inspect, inspect_json
 from tests.support.waiting import wait_until
@@ -182,8 +179,8 @@ class TestChoosing:
         assert [chunk["path"] for chunk in found] == [str(prompt.files[0])]
 
 
-def crowd(directory: Path, count: int) -> list[Path]:
-    """Chunks by the thousand in two of the 256 folders: more than are ever opened or read ahead."""
+def crowd(directory: Path, count: int, folders: int = 2) -> list[Path]:
+    """Chunks by the thousand in a few of the 256 folders: more than are ever opened or read ahead."""
     [whole] = add_prompt(directory, tokens_of(CHUNK)).files
     header = chunk_file.read_header(chunk_file.FileLayer(), str(whole))
     whole.unlink()
@@ -191,7 +188,7 @@ def crowd(directory: Path, count: int) -> list[Path]:
     for number in itertools.count():
         key = f"{MODEL}@1@0@{number:016x}@bfloat16"
         name = chunk_name(key)
-        if name[0] > 1:
+        if name[0] >= folders:
             continue
         path = Path(layout.chunk_path(str(directory), name))
         path.parent.mkdir(exist_ok=True)
@@ -201,6 +198,13 @@ def crowd(directory: Path, count: int) -> list[Path]:
         if len(files) == count:
             break
     return files
+
+
+def read_unless_three(number: int) -> list[int]:
+    """For in_processes, which takes functions of a module."""
+    if number == 3:
+        raise PermissionError(13, "not to be read", "/some/folder")
+    return [number] * number
 
 
 class TestTrouble:
@@ -222,11 +226,8 @@ class TestTrouble:
 
     def test_files_that_vanish_meanwhile_are_skipped_and_counted(self, cold: Path) -> None:
         prompt = add_prompt(namespace(cold), tokens_of(40 * CHUNK))
-        chunks = coldpath.ColdPath(str(cold))
-        from lmcache_hs_backend.cli.chunks import Chunks, look_at
-
-        reader = Chunks(chunks, chunks.namespaces)
-        places = list(reader.places())
+        reader = ColdTierReader(str(cold))
+        places = list(ChunkStream(reader, reader.namespaces).places())
         for path in prompt.files[:15]:
             path.unlink()
         looks = [look_at(place) for place in places]
@@ -234,7 +235,7 @@ class TestTrouble:
         assert sum(not isinstance(look, str) for look in looks) == 25
 
     def test_it_streams_so_files_that_vanish_behind_the_first_lines_are_counted(self, cold: Path) -> None:
-        files = crowd(namespace(cold), 8000)
+        files = crowd(namespace(cold), 8000, folders=1)  # whose names are all read at once
         process = subprocess.Popen(
             [*PROGRAM, "list", str(cold), "--format", "json"], stdout=subprocess.PIPE, env=environment()
         )
@@ -270,12 +271,7 @@ class TestTrouble:
         assert process.stderr.read().startswith(b"lmcache-hs-inspect: error: a process that was reading files has died")
 
     def test_what_goes_wrong_in_a_reading_process_is_raised_where_it_is_read(self) -> None:
-        def read(number: int) -> list[int]:
-            if number == 3:
-                raise PermissionError(13, "not to be read", "/some/folder")
-            return [number] * number
-
-        results = in_processes(read, [1, 2, 3, 4])
+        results = in_processes(read_unless_three, [1, 2, 3, 4])
         assert [next(results) for _ in range(3)] == [1, 2, 2]
         with pytest.raises(PermissionError, match="/some/folder"):
             next(results)
@@ -319,77 +315,3 @@ class TestTrouble:
         add_prompt(namespace(cold), tokens_of(2 * CHUNK))
         env = blocking(tmp_path / "blocker", "lmcache", "vllm", "torch", "safetensors", "transformers")
         assert len(inspect_json("list", cold, env=env)["chunks"]) == 2
-
-
-class TestItReadsWhatTheStoreReads:
-    """The inspector's own reading of names and headers agrees with the store's."""
-
-    def test_the_words_are_the_same(self) -> None:
-        assert (coldpath.CHUNK_FORMAT, coldpath.CHUNK_VERSION) == (chunk_header.FORMAT, chunk_header.VERSION)
-        assert (coldpath.NAMESPACE_FORMAT, coldpath.NAMESPACE_VERSION) == (ours.FORMAT, ours.VERSION)
-        for name in ("RECORD", "LOCK", "QUARANTINE", "ARCHIVE", "SEQUENCES"):
-            assert getattr(coldpath, name) == getattr(layout, name)
-        for name in ("MAX_HEADER_BYTES", "MAX_LAYERS", "MAX_TOKENS"):
-            assert getattr(coldpath, name) == getattr(chunk_header, name)
-
-    @staticmethod
-    def by_store(path: Path) -> tuple:
-        try:
-            header = chunk_file.read_header(chunk_file.FileLayer(), str(path))
-        except chunk_header.BadChunk as bad:
-            return ("bad", bad.reason)
-        meta, layout = header.meta, header.layout
-        layers = [(spec.layer_idx, coldpath.DTYPES[spec.dtype][1], spec.hidden_dim) for spec in layout.layers]
-        return (*meta, layers, header.checksums, layout.preamble_bytes, header.token_ids)
-
-    @staticmethod
-    def by_inspector(path: Path) -> tuple:
-        try:
-            head, _ = coldpath.read_head(str(path))
-        except coldpath.Unreadable as why:
-            return ("bad", why.reason)
-        layers = [(layer.layer_idx, layer.dtype_name, layer.hidden_dim) for layer in head.layers]
-        meta = (
-            head.key, head.chunk_hash, head.parent, head.prefix, head.start, head.num_tokens, head.model,
-            head.created_at, head.capture,
-        )  # fmt: skip
-        return (*meta, layers, head.checksums, head.head_bytes, head.token_ids)
-
-    @settings(max_examples=300, deadline=None)
-    @given(st.data())
-    def test_damaged_files_are_judged_alike(
-        self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-    ) -> None:
-        folder = tmp_path_factory.getbasetemp() / "alike"
-        if not folder.exists():
-            add_prompt(namespace(folder), tokens_of(CHUNK), layers=(-1, 3))
-        [path] = folder.rglob("*.safetensors")
-        whole = path.read_bytes()
-        damaged = bytearray(whole)
-        for _ in range(data.draw(st.integers(0, 3))):
-            damaged[data.draw(st.integers(0, 1500))] = data.draw(
-                st.sampled_from(b'0123456789"{}[]:,-xL ') | st.integers(0, 255)
-            )
-        del damaged[data.draw(st.just(len(damaged)) | st.integers(0, len(damaged))) :]
-        copy = folder / "copy"
-        copy.write_bytes(damaged)
-        assert self.by_inspector(copy) == self.by_store(copy)
-
-    def test_namespaces_and_names_are_found_alike(self, cold: Path) -> None:
-        directory = namespace(cold)
-        add_prompt(directory, tokens_of(20 * CHUNK))
-        add_prompt(namespace(cold, "org/other", worker_id=1), tokens_of(CHUNK))
-        (cold / "foreign").mkdir()
-        (directory / "00").mkdir(exist_ok=True)
-        (directory / "00" / ("11" * 16 + ".safetensors")).write_text("misplaced")
-        (directory / "zz").mkdir()
-        found = coldpath.ColdPath(str(cold))
-        assert [(n.directory, n.record) for n in found.namespaces] == list(ours.namespaces(str(cold)))
-        for each in found.namespaces:
-            theirs = sorted(file.path for file in layout.scan_chunks(each.directory) if file.name)
-            mine = [file.path for folder in coldpath.folders(each.directory) for file in coldpath.scan(folder)]
-            assert sorted(mine) == theirs
-
-    @pytest.mark.parametrize("name", [".x.1.2.tmp", ".tmpAb12Cd", ".tmpAb12Cde", "x.tmp", ".tmp", "..tmp", ".a\n.tmp"])
-    def test_temporaries_are_told_alike(self, name: str) -> None:
-        assert coldpath.is_temporary(name) == layout.is_temporary(name)

@@ -145,11 +145,14 @@ class TestInFlight:
     def test_ctrl_c_is_quiet_also_while_the_processes_are_being_made(self, tmp_path: Path) -> None:
         code = """
 import sys
-from lmcache_hs_backend.cli.parallel import in_processes
+from lmcache_hs_backend.cli.inspect.workers import in_processes
+
+def read(number):
+    return list(sys.stdin.read())
 
 try:
     print("ready", flush=True)
-    list(in_processes(lambda number: iter(sys.stdin.read()), list(range(4))))
+    list(in_processes(read, list(range(4))))
 except KeyboardInterrupt:
     sys.exit(130)
 """

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from lmcache_hs_backend.chunk import token_bytes
-from lmcache_hs_backend.cli import repair
-from lmcache_hs_backend.cli.coldpath import ColdPath
-from lmcache_hs_backend.cli.verifier import Finding
+from lmcache_hs_backend.cli.inspect.care import repair
+from lmcache_hs_backend.cli.inspect.care.verifier import Finding
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.format import chunk_file
 from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.format.reader import ColdTierReader
 from lmcache_hs_backend.format.request_log import RecordWriter
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
@@ -306,14 +306,14 @@ class TestFixing:
         fresh = path.with_name("fresh")
         fresh.write_bytes(good)
         fresh.rename(path)  # an engine publishes a good one
-        [found] = ColdPath(str(cold)).namespaces
+        [found] = ColdTierReader(str(cold)).namespaces
         assert repair._set_aside(str(path), judged, found, "checksum") == "replaced meanwhile"
         assert path.read_bytes() == good
         assert list((directory / "quarantine").iterdir()) == []
 
     def test_a_file_that_is_good_by_now_stays(self, cold: Path) -> None:
         path = add_prompt(namespace(cold), tokens_of(CHUNK)).files[0]
-        [found] = ColdPath(str(cold)).namespaces
+        [found] = ColdTierReader(str(cold)).namespaces
         [(_, dealt_with, action)] = repair.repair([Finding("checksum", str(path), "", found)])
         assert (dealt_with, action) == (True, "good by now")
         assert path.exists()

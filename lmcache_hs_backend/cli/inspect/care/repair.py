@@ -11,18 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lmcache_hs_backend.cli.chunks import Place
-from lmcache_hs_backend.cli.coldpath import QUARANTINE, Named, Namespace, Unreadable, open_chunk
-from lmcache_hs_backend.cli.verifier import Finding, check_open
+from lmcache_hs_backend.cli.inspect.care.verifier import Finding, check_open
+from lmcache_hs_backend.format.chunk_file import FileLayer, open_regular
+from lmcache_hs_backend.format.header import BadChunk
+from lmcache_hs_backend.format.layout import QUARANTINE, ChunkPath, quarantine_name
+from lmcache_hs_backend.format.namespace import NamespaceDirectory
+from lmcache_hs_backend.format.reader import Place
 
 #: A chunk file that has one of these is bad for whoever reads it, and safe to move under an engine.
 BAD_FILE = ("header", "version", "size", "short", "type", "checksum", "key", "model")
 #: These are moved only where no engine is.
-NOBODYS = ("misplaced", "temporary", "prefix")
+NEEDS_LOCK = ("misplaced", "temporary", "prefix")
 
 _LEFT = {
     "foreign": "left alone: not ours to move (the quarantine is emptied for room)",
@@ -43,7 +45,8 @@ def repair(findings: list[Finding]) -> Iterator[tuple[Finding, bool, str]]:
             by_namespace[finding.namespace.directory].append(finding)
     if not by_namespace:
         return
-    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+
+    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock  # imports aiofiles
 
     for directory, group in by_namespace.items():
         try:
@@ -61,7 +64,7 @@ def repair(findings: list[Finding]) -> Iterator[tuple[Finding, bool, str]]:
 
 
 def _deal_with(finding: Finding, *, busy: bool) -> tuple[bool, str]:
-    if finding.kind in NOBODYS and busy:
+    if finding.kind in NEEDS_LOCK and busy:
         return False, "left alone: a running engine holds the namespace"
     assert finding.namespace is not None
     try:
@@ -75,33 +78,32 @@ def _deal_with(finding: Finding, *, busy: bool) -> tuple[bool, str]:
         return False, f"cannot be moved: {error.strerror}"
 
 
-def _set_aside_if_bad(finding: Finding, namespace: Namespace) -> tuple[bool, str]:
+def _set_aside_if_bad(finding: Finding, namespace: NamespaceDirectory) -> tuple[bool, str]:
     name = bytes.fromhex(os.path.basename(finding.path)[:32])
-    place = Place(namespace, "", Named(finding.path, name))
+    place = Place(namespace, "", ChunkPath(finding.path, name))
     try:
-        fd, info = open_chunk(finding.path)
-    except Unreadable:
+        fd, info = open_regular(FileLayer(), finding.path)
+    except BadChunk:
         info = os.lstat(finding.path)
         if stat.S_ISREG(info.st_mode):
             return True, "good by now"
         return True, _set_aside(finding.path, info, namespace, "type")
     try:
         try:
-            check_open(fd, info, place)
-        except Unreadable as wrong:
+            check_open(fd, info.st_size, place)
+        except BadChunk as wrong:
             return True, _set_aside(finding.path, info, namespace, wrong.reason)
         return True, "good by now"
     finally:
         os.close(fd)
 
 
-def _set_aside(path: str, judged: os.stat_result, namespace: Namespace, reason: str) -> str:
+def _set_aside(path: str, judged: os.stat_result, namespace: NamespaceDirectory, reason: str) -> str:
     """Move a file to the quarantine of its namespace, under the name that the store would give it."""
     folder = os.path.join(namespace.directory, QUARANTINE)
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, stat.S_IMODE(os.stat(namespace.directory).st_mode))
-    stem, suffix = os.path.splitext(os.path.basename(path).lstrip("."))
-    target = os.path.join(folder, f"{stem}.{time.time_ns():x}.{reason}{suffix}")
+    target = os.path.join(folder, quarantine_name(os.path.basename(path), reason))
     os.rename(path, target)
     moved = os.lstat(target)
     if (moved.st_dev, moved.st_ino) == (judged.st_dev, judged.st_ino):

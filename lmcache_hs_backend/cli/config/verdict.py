@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.lmcache_config import DEFAULT, Loaded, LoadError, load, variable
+from lmcache_hs_backend.cli.config.lmcache_settings import DEFAULT, Loaded, LoadError, load, variable
 from lmcache_hs_backend.config import (
     GIB,
     LOADER_KEYS,

@@ -1,7 +1,7 @@
 """What a report keeps of the chunks that go by: how the cold path has grown, and a sample of them to look into.
 
 The sample is drawn evenly on the way, and always the same for the same files in the same order. Needs no
-torch: that is taken along when the rows are read, after everything else is done and forgotten.
+torch: that is imported when the rows are read, after everything else is done and forgotten.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import random
 from collections import defaultdict
 from datetime import datetime
 
-from lmcache_hs_backend.cli.chunks import Chunk
+from lmcache_hs_backend.cli.inspect.stream import ReadableChunk
 
 
-class Sample:
+class ChunkSample:
     """Watches chunks go by. ``chunks`` are those whose rows are to be read."""
 
     def __init__(self, size: int) -> None:
-        self.chunks: list[Chunk] = []
+        self.chunks: list[ReadableChunk] = []
         self._size = size
         self._seen = 0
         self._random = random.Random(0)
         self._created: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
-    def watch(self, chunk: Chunk) -> None:
+    def watch(self, chunk: ReadableChunk) -> None:
         """To be called for every chunk."""
-        self._created[chunk.head.model][chunk.head.created_at[:16]] += chunk.file.size
+        self._created[chunk.header.meta.model][chunk.header.meta.created_at[:16]] += chunk.file.size
         self._seen += 1
         if len(self.chunks) < self._size:
             self.chunks.append(chunk)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lmcache_hs_backend.cli.chunks import add_path_arguments, open_path
-from lmcache_hs_backend.cli.console import Screen, add_output_options, bytes_text, printable
-from lmcache_hs_backend.cli.verifier import KINDS, Finding, Verifier, summary
+from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable
+from lmcache_hs_backend.cli.inspect.care.verifier import KINDS, Finding, Verifier, summary
+from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, open_path
 
 HELP = "check every chunk file, every checksum and every chain"
 EXAMPLE = (
@@ -34,22 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    where = open_path(args, tell=False)  # they are findings
-    verifier = Verifier(where.cold_path)
-    with Screen(args) as screen:
+    opened = open_path(args, notes=False)  # they are findings
+    verifier = Verifier(opened.reader)
+    with Output(args) as output:
         total = verifier.find()
-        with screen.progress("reading files", total, in_bytes=True) as advance:
+        with output.progress("reading files", total, in_bytes=True) as advance:
             findings = list(verifier.check_files(advance))
         findings += verifier.check_records()
-        with screen.progress("following chains", verifier.links) as advance:
+        with output.progress("following chains", verifier.links) as advance:
             findings += verifier.check_chains(advance)
         findings = [finding for finding in findings if finding.kind not in args.ignore]
         done = _fix(findings) if args.fix else [(finding, False, "") for finding in findings]
         left = sum(not dealt_with for _, dealt_with, _ in done)
-        if screen.json:
-            screen.dump(_as_json(where.cold_path.path, verifier, done, left))
+        if output.json:
+            output.dump(_as_json(opened.reader.cold_path, verifier, done, left))
         else:
-            _print(screen, verifier, done, left, fixing=args.fix)
+            _print(output, verifier, done, left, fixing=args.fix)
     return 1 if left else 0
 
 
@@ -57,7 +57,7 @@ Done = list[tuple[Finding, bool, str]]
 
 
 def _fix(findings: list[Finding]) -> Done:
-    from lmcache_hs_backend.cli.repair import repair
+    from lmcache_hs_backend.cli.inspect.care.repair import repair
 
     return list(repair(findings))
 
@@ -88,29 +88,29 @@ def _as_json(path: str, verifier: Verifier, done: Done, left: int) -> dict[str, 
     }
 
 
-def _print(screen: Screen, verifier: Verifier, done: Done, left: int, *, fixing: bool) -> None:
+def _print(output: Output, verifier: Verifier, done: Done, left: int, *, fixing: bool) -> None:
     for finding, dealt_with, action in done:
         line = f"{finding.kind:11} {printable(finding.path)}: {printable(finding.detail)}"
-        screen.show(line + (f" -> {printable(action)}" if action else ""), style="green" if dealt_with else "red")
+        output.show(line + (f" -> {printable(action)}" if action else ""), style="green" if dealt_with else "red")
     for namespace in verifier.unjudged:
-        screen.show(
+        output.show(
             f"note: {namespace.label} is in use: some chunks have no parent on disk, which may be in RAM still",
             style="yellow",
         )
     records = verifier.records.values()
     if gone := sum(each.gone for each in records):
         every = sum(each.count for each in records)
-        screen.show(f"note: of {gone:,} of {every:,} request records, rows have been evicted", style="yellow")
+        output.show(f"note: of {gone:,} of {every:,} request records, rows have been evicted", style="yellow")
     for path in (path for each in records for path in each.cut_short):
-        screen.show(
+        output.show(
             f"note: the last line of {printable(path)} was never finished: its process died, or is writing it",
             style="yellow",
         )
     skipped = f", {sum(verifier.skipped.values())} vanished meanwhile" if verifier.skipped else ""
     looked = f"{verifier.chunks:,} chunk files, {bytes_text(verifier.bytes)}{skipped}"
     if not done:
-        screen.show(f"{looked}: nothing is wrong", style="bold green")
+        output.show(f"{looked}: nothing is wrong", style="bold green")
         return
     counts = ", ".join(f"{kind} {count:,}" for kind, count in summary([finding for finding, _, _ in done]).items())
     outcome = f"; {len(done) - left:,} dealt with, {left:,} left" if fixing else ""
-    screen.show(f"{looked}: {len(done):,} wrong ({counts}){outcome}", style="bold red" if left else "bold green")
+    output.show(f"{looked}: {len(done):,} wrong ({counts}){outcome}", style="bold red" if left else "bold green")

@@ -7,8 +7,8 @@ import importlib.util
 import os
 from typing import Any
 
-from lmcache_hs_backend.cli.console import Screen, add_output_options, bytes_text
-from lmcache_hs_backend.cli.plugin_check import Problem, Verdict, check
+from lmcache_hs_backend.cli.config.verdict import Problem, Verdict, check
+from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text
 
 HELP = "say whether LMCache would load the plugin with a configuration, and if not, which key is wrong"
 EXAMPLE = """\
@@ -36,13 +36,13 @@ def execute(args: argparse.Namespace) -> int:
     verdict = check(args.file)
     probe: dict[str, Any] | None = None
     if args.probe_disk and verdict.config is not None and verdict.loads:
-        from lmcache_hs_backend.cli.disk_probe import probe_disk
+        from lmcache_hs_backend.cli.config.disk_probe import probe_disk
 
         probe = probe_disk(verdict.config)
     disk = _disk(verdict)
-    with Screen(args) as screen:
-        if screen.json:
-            screen.dump(
+    with Output(args) as output:
+        if output.json:
+            output.dump(
                 {
                     "loads": verdict.loads,
                     "plugin": verdict.plugin or None,
@@ -54,35 +54,35 @@ def execute(args: argparse.Namespace) -> int:
                 }
             )
         else:
-            _print(screen, verdict, disk, probe)
+            _print(output, verdict, disk, probe)
     return 0 if verdict.loads else 1
 
 
-def _print(screen: Screen, verdict: Verdict, disk: dict[str, Any], probe: dict[str, Any] | None) -> None:
+def _print(output: Output, verdict: Verdict, disk: dict[str, Any], probe: dict[str, Any] | None) -> None:
     if verdict.settings:
         rows = [(s.name, _text(s.value), s.source, s.doc) for s in verdict.settings]
-        screen.table(("setting", "value", "from", "meaning"), rows)
-        screen.show("")
+        output.table(("setting", "value", "from", "meaning"), rows)
+        output.show("")
     if disk:
         free, total = bytes_text(disk["free_bytes"]), bytes_text(disk["total_bytes"])
-        screen.show(f"disk: {free} free of {total} at {disk['path']}")
+        output.show(f"disk: {free} free of {total} at {disk['path']}")
     if probe:
-        screen.show(
+        output.show(
             f"disk: O_DIRECT {'works' if probe['o_direct'] else 'does not work'}; wrote "
             f"{bytes_text(probe['write_bytes_per_sec'])}/s, read {bytes_text(probe['read_bytes_per_sec'])}/s"
         )
     for warning in verdict.warnings:
-        screen.show(f"warning: {_say(warning)}", style="yellow")
+        output.show(f"warning: {_say(warning)}", style="yellow")
     for problem in verdict.problems:
-        screen.show(f"problem: {_say(problem)}", style="bold red")
+        output.show(f"problem: {_say(problem)}", style="bold red")
     if not _lmcache_installed():
-        screen.show("note: LMCache is not installed here; this is what LMCache 0.5.6 to 0.5.7 would do")
+        output.show("note: LMCache is not installed here; this is what LMCache 0.5.6 to 0.5.7 would do")
     if verdict.loads:
-        screen.show(f"the plugin would load, as {verdict.plugin!r}", style="bold green")
+        output.show(f"the plugin would load, as {verdict.plugin!r}", style="bold green")
     else:
         keys = list(dict.fromkeys(problem.key for problem in verdict.problems if problem.key))
         what = f": wrong {'key' if len(keys) == 1 else 'keys'}: {', '.join(keys)}" if keys else ""
-        screen.show(f"the plugin would not work{what}", style="bold red")
+        output.show(f"the plugin would not work{what}", style="bold red")
 
 
 def _say(problem: Problem) -> str:

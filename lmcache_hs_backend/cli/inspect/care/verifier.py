@@ -16,21 +16,16 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_hs_backend.cli.chunks import Chunks, Place
-from lmcache_hs_backend.cli.coldpath import (
-    ColdPath,
-    Head,
-    Namespace,
-    Unreadable,
-    chunk_name,
-    in_use,
-    open_chunk,
-    read_head,
-    read_head_of,
-    strays,
-)
-from lmcache_hs_backend.cli.parallel import in_threads
-from lmcache_hs_backend.cli.records import Records
+from lmcache_hs_backend.chunk import chunk_name
+from lmcache_hs_backend.cli.console import bytes_text
+from lmcache_hs_backend.cli.inspect.care.record_check import RecordCheck
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream
+from lmcache_hs_backend.cli.inspect.workers import in_threads
+from lmcache_hs_backend.format.chunk_file import FileLayer, digest_layers, open_regular, read_header, read_open_header
+from lmcache_hs_backend.format.header import BadChunk, Header, layer_tensor
+from lmcache_hs_backend.format.layout import strays, strays_beside
+from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
+from lmcache_hs_backend.format.reader import ColdTierReader, Place
 
 #: What can be wrong, and what it means.
 KINDS = {
@@ -55,7 +50,7 @@ KINDS = {
 #: A write takes seconds. What is younger than this may be in the hands of an engine that we cannot see.
 _IN_FLIGHT_SEC = 600
 _READERS = 4
-_BLOCK = 4 << 20
+_FILES = FileLayer()
 
 
 class Finding(NamedTuple):
@@ -64,7 +59,7 @@ class Finding(NamedTuple):
     kind: str
     path: str
     detail: str
-    namespace: Namespace | None
+    namespace: NamespaceDirectory | None
 
 
 @dataclass
@@ -85,20 +80,20 @@ Advance = Callable[[int], None]
 class Verifier:
     """One pass over a cold path. ``chunks`` and ``bytes`` count what was looked at, ``skipped`` what was not."""
 
-    def __init__(self, cold_path: ColdPath) -> None:
+    def __init__(self, reader: ColdTierReader) -> None:
         self.chunks = self.bytes = 0
         self.skipped: Counter[str] = Counter()
-        self.unjudged: list[Namespace] = []  # in use: the missing parents may be in RAM
-        self.records = {namespace.directory: Records(namespace) for namespace in cold_path.namespaces}
-        self._cold_path = cold_path
+        self.unjudged: list[NamespaceDirectory] = []  # in use: the missing parents may be in RAM
+        self.records = {namespace.directory: RecordCheck(namespace.directory) for namespace in reader.namespaces}
+        self._reader = reader
         self._places: list[Place] = []
-        self._refused: list[tuple[Namespace, str, str]] = []
+        self._refused: list[tuple[NamespaceDirectory, str, str]] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
 
     def find(self) -> int:
         """Find the files; how many bytes there are to read."""
         total = 0
-        chunks = Chunks(self._cold_path, self._cold_path.namespaces)
+        chunks = ChunkStream(self._reader, self._reader.namespaces)
         for place in chunks.places():
             self._places.append(place)
             total += _size(place.file.path)
@@ -107,12 +102,12 @@ class Verifier:
 
     def check_files(self, advance: Advance) -> Iterator[Finding]:
         """Every chunk file, rows included; then everything else that lies about."""
-        for why in self._cold_path.passed_over:
-            yield Finding("namespace", self._cold_path.path, why, None)
+        for directory, why in self._reader.left_out:
+            yield Finding("namespace", directory, why, None)
         for namespace, path, why in self._refused:
             yield Finding("unreadable", path, why, namespace)
-        looked = in_threads(look, self._places, threads=_READERS, in_a_row=4)
-        for place, (head, size, wrong) in zip(self._places, looked, strict=True):
+        looked = in_threads(look, self._places, _READERS)
+        for place, (header, size, wrong) in zip(self._places, looked, strict=True):
             advance(size)
             if wrong is not None and wrong.reason == "vanished":
                 self.skipped["vanished"] += 1
@@ -121,21 +116,28 @@ class Verifier:
             self.bytes += size
             if wrong is not None:
                 yield Finding(wrong.reason, place.file.path, str(wrong), place.namespace)
-            elif head is not None:
+            elif header is not None:
+                meta = header.meta
+                end = meta.start + meta.num_tokens
                 self._links[place.namespace.directory].append(
-                    Link(head.chunk_hash, head.parent, head.prefix, head.start, head.end, place.file.path)
+                    Link(meta.chunk_hash, meta.parent, meta.prefix, meta.start, end, place.file.path)
                 )
         now = time.time_ns()
-        for namespace in self._cold_path.namespaces:
-            busy = in_use(namespace)
-            for stray in strays(namespace):
+        known = {each.directory for each in self._reader.namespaces} | {
+            each.directory for each in self._reader.left_out
+        }
+        for stray in strays_beside(self._reader.cold_path, known):
+            yield Finding(stray.kind, stray.path, f"{KINDS[stray.kind]}, {bytes_text(stray.size)}", None)
+        for namespace in self._reader.namespaces:
+            busy = in_use(namespace.directory)
+            for stray in strays(namespace.directory):
                 if stray.kind == "temporary" and busy and now - stray.mtime_ns < _IN_FLIGHT_SEC * 1e9:
                     continue
                 yield Finding(stray.kind, stray.path, KINDS[stray.kind], namespace)
 
     def check_records(self) -> Iterator[Finding]:
         """The request records. Whether their rows are here is known when the chains have been checked."""
-        for namespace in self._cold_path.namespaces:
+        for namespace in self._reader.namespaces:
             for path, detail in self.records[namespace.directory].read():
                 yield Finding("record", path, detail, namespace)
 
@@ -145,7 +147,7 @@ class Verifier:
 
     def check_chains(self, advance: Advance) -> Iterator[Finding]:
         """Every chunk must be reached from a first chunk. Of those that are not, the first of each branch."""
-        for namespace in self._cold_path.namespaces:
+        for namespace in self._reader.namespaces:
             links = self._links.pop(namespace.directory, [])
             roots = [link for link in links if not link.parent and not link.start]
             children: dict[str, list[Link]] = defaultdict(list)
@@ -162,37 +164,37 @@ class Verifier:
             yield from self._orphans(namespace, links, reached)
 
     def _walk(
-        self, root: Link, children: dict[str, list[Link]], reached: set[int], records: Records, advance: Advance
+        self, root: Link, children: dict[str, list[Link]], reached: set[int], records: RecordCheck, advance: Advance
     ) -> bool:
         """Mark what continues a first chunk, digest by digest. False when the first one already fails."""
         waiting = [(root, xxhash.xxh3_128())]
         while waiting:
             link, before = waiting.pop()
             try:
-                head, _ = read_head(link.path)
-            except (Unreadable, OSError):  # it was good a moment ago: replaced or deleted meanwhile
+                token_ids = read_header(_FILES, link.path).token_ids
+            except (BadChunk, OSError):  # it was good a moment ago: replaced or deleted meanwhile
                 self.skipped["vanished"] += 1
                 reached.add(id(link))
                 continue
             digest = before.copy()
-            digest.update(head.token_ids)
+            digest.update(token_ids)
             if digest.digest() != link.prefix:
                 if link is root:
                     return False
                 continue  # of another parent with the same hash, perhaps
             reached.add(id(link))
-            records.see(before.digest() if link.start else b"", link.start, head.token_ids, before)
+            records.see(before.digest() if link.start else b"", link.start, token_ids, before)
             advance(1)
             for child in children.get(link.chunk_hash, ()):
                 if child.start == link.end and id(child) not in reached:
                     waiting.append((child, digest))
         return True
 
-    def _orphans(self, namespace: Namespace, links: list[Link], reached: set[int]) -> Iterator[Finding]:
+    def _orphans(self, namespace: NamespaceDirectory, links: list[Link], reached: set[int]) -> Iterator[Finding]:
         lost = [link for link in links if id(link) not in reached and link.parent]
         if not lost:
             return
-        if in_use(namespace):
+        if in_use(namespace.directory):
             self.unjudged.append(namespace)
             return
         here = {link.chunk_hash for link in links if id(link) in reached}
@@ -207,53 +209,38 @@ class Verifier:
             yield Finding("orphan", link.path, f"its parent {link.parent} {why}{after}", namespace)
 
 
-def look(place: Place) -> tuple[Head | None, int, Unreadable | None]:
+def look(place: Place) -> tuple[Header | None, int, BadChunk | None]:
     """A chunk's header, the bytes of its file, and what is wrong with it: "vanished" where it is not there."""
     path = place.file.path
     try:
-        fd, info = open_chunk(path)
-    except Unreadable as wrong:
+        fd, info = open_regular(_FILES, path)
+    except BadChunk as wrong:
         return None, 0, wrong
     except FileNotFoundError as error:
-        return None, 0, Unreadable("vanished", str(error))
+        return None, 0, BadChunk("vanished", str(error))
     except OSError as error:
-        return None, 0, Unreadable("unreadable", str(error.strerror))
+        return None, 0, BadChunk("unreadable", str(error.strerror))
     try:
-        return check_open(fd, info, place), info.st_size, None
-    except Unreadable as wrong:
+        return check_open(fd, info.st_size, place), info.st_size, None
+    except BadChunk as wrong:
         return None, info.st_size, wrong
     except OSError as error:
-        return None, info.st_size, Unreadable("unreadable", str(error.strerror))
+        return None, info.st_size, BadChunk("unreadable", str(error.strerror))
     finally:
         os.close(fd)
 
 
-def check_open(fd: int, info: os.stat_result, place: Place) -> Head:
-    """Judge an open chunk file, rows included. Raises Unreadable or OSError."""
-    head = read_head_of(fd, info.st_size)
-    if chunk_name(head.key) != place.file.name:
-        raise Unreadable("key", f"it holds the chunk {head.key[:200]!r}")
-    if head.model != place.namespace.model:
-        raise Unreadable("model", f"it is of model {head.model[:200]!r}")
-    offset = head.head_bytes
-    for layer in head.layers:
-        nbytes = layer.row_bytes * head.num_tokens
-        if _digest(fd, offset, nbytes) != head.checksums.get(f"layer.{layer.layer_idx}"):
-            raise Unreadable("checksum", f"the bytes of layer.{layer.layer_idx} do not match their checksum")
-        offset += nbytes
-    return head._replace(token_ids=b"", checksums={})
-
-
-def _digest(fd: int, offset: int, nbytes: int) -> str:
-    digest = xxhash.xxh3_64()
-    while nbytes:
-        data = os.pread(fd, min(nbytes, _BLOCK), offset)
-        if not data:
-            raise Unreadable("short", "the file ends before its rows do")
-        digest.update(data)
-        offset += len(data)
-        nbytes -= len(data)
-    return digest.hexdigest()
+def check_open(fd: int, size: int, place: Place) -> Header:
+    """Judge an open chunk file, rows included. Raises BadChunk or OSError."""
+    header = read_open_header(_FILES, fd, size, brief=True)
+    if chunk_name(header.meta.key) != place.file.name:
+        raise BadChunk("key", f"it holds the chunk {header.meta.key[:200]!r}")
+    if header.meta.model != place.namespace.model:
+        raise BadChunk("model", f"it is of model {header.meta.model[:200]!r}")
+    for layer, checksum in digest_layers(_FILES, fd, header.layout):
+        if checksum != header.checksums.get(layer_tensor(layer.layer_idx)):
+            raise BadChunk("checksum", f"the bytes of {layer_tensor(layer.layer_idx)} do not match their checksum")
+    return header
 
 
 def _size(path: str) -> int:

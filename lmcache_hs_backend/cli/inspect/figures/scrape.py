@@ -11,7 +11,7 @@ from lmcache_hs_backend.cli.console import CommandError
 
 PREFIX = "lmcache:hs_"
 _TIMEOUT_SEC = 10
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 def scrape(url: str) -> dict[str, float]:
@@ -23,7 +23,7 @@ def scrape(url: str) -> dict[str, float]:
         raise CommandError(f"--metrics {url}: must begin with http:// or https://")
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SEC) as answer:
-            text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+            text = answer.read(_MAX_BYTES).decode("utf-8", "replace")
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise CommandError(f"--metrics {url} cannot be read: {getattr(error, 'reason', error)}") from None
     figures: dict[str, float] = {}

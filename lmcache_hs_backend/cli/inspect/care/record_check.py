@@ -1,4 +1,4 @@
-"""The request records of a namespace (``sequences/*.jsonl``), and whether the rows that they speak of are here.
+"""The request records of a namespace (``sequences/*.jsonl``): are they records, and are their rows here?
 
 The vLLM connector appends them; nothing deletes them. So a record whose rows have been evicted is no fault,
 and neither is a last line that its process did not live to finish. Reads, and changes nothing.
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.coldpath import Namespace
+from lmcache_hs_backend.chunk import TOKEN_BYTES
 from lmcache_hs_backend.format.layout import SEQUENCES
 from lmcache_hs_backend.format.request_log import BadLine, RequestRecord, read_records, record_files
 
 
-class Bad(NamedTuple):
+class BadLog(NamedTuple):
     """A file with lines that are no records: why, for the first, and how many there are."""
 
     path: str
@@ -34,33 +34,44 @@ class _Wanted:
     found: bool = False
 
 
-class Records:
-    """The records of one namespace. ``count`` is of the good ones."""
+class RecordCheck:
+    """The records of one namespace directory.
 
-    def __init__(self, namespace: Namespace) -> None:
+    Attributes:
+        count: Good records.
+        cut_short: Files whose last line was never finished.
+    """
+
+    def __init__(self, directory: str) -> None:
         self.count = 0
-        self.cut_short: list[str] = []  # files whose last line was never finished
-        self._directory = namespace.directory
+        self.cut_short: list[str] = []
+        self._directory = directory
         self._wanted: dict[bytes, dict[tuple[int, bytes], _Wanted]] = defaultdict(dict)
 
-    def read(self) -> Iterator[Bad]:
+    def read(self) -> Iterator[BadLog]:
         """Go through the files; what is wrong with them."""
         try:
             paths = record_files(self._directory)
         except OSError as error:
-            yield Bad(os.path.join(self._directory, SEQUENCES), str(error.strerror))
+            yield BadLog(os.path.join(self._directory, SEQUENCES), str(error.strerror))
             return
         for path in paths:
             yield from self._read_file(path)
 
     def see(self, before: bytes, start: int, token_ids: bytes, digest: Any) -> None:
-        """Told of a good chunk whose chain is whole: ``before`` is the prefix digest in front of it (empty for a
-        first chunk), ``digest`` the xxh3_128 up to there."""
+        """Take note of a good chunk whose chain is whole.
+
+        Args:
+            before: The prefix digest in front of it; empty for a first chunk.
+            start: Its first token.
+            token_ids: Its own, as int64 bytes.
+            digest: The xxh3_128 over everything in front of it.
+        """
         for wanted in self._wanted.get(before, {}).values():
             rows = wanted.tokens - start
-            if not wanted.found and 0 < 8 * rows <= len(token_ids):
+            if not wanted.found and 0 < TOKEN_BYTES * rows <= len(token_ids):
                 state = digest.copy()
-                state.update(token_ids[: 8 * rows])
+                state.update(token_ids[: TOKEN_BYTES * rows])
                 wanted.found = state.digest() == wanted.prefix
 
     @property
@@ -69,7 +80,7 @@ class Records:
         every = (wanted for group in self._wanted.values() for wanted in group.values())
         return sum(wanted.records for wanted in every if not wanted.found)
 
-    def _read_file(self, path: str) -> Iterator[Bad]:
+    def _read_file(self, path: str) -> Iterator[BadLog]:
         wrong: list[BadLine] = []
         try:
             for line in read_records(path):
@@ -82,11 +93,11 @@ class Records:
         except FileNotFoundError:
             return
         except OSError as error:
-            yield Bad(path, str(error.strerror))
+            yield BadLog(path, str(error.strerror))
         if wrong:
             number, problem, _ = wrong[0]
             first = f"line {number} is no request record: {problem}" if number else problem
-            yield Bad(path, first + (f"; {len(wrong) - 1:,} more" if len(wrong) > 1 else ""))
+            yield BadLog(path, first + (f"; {len(wrong) - 1:,} more" if len(wrong) > 1 else ""))
 
     def _add(self, record: RequestRecord) -> None:
         self.count += 1

@@ -10,28 +10,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.chunks import (
-    Chunk,
-    Chunks,
-    Where,
+from lmcache_hs_backend.cli.arguments import at_least
+from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable, time_text
+from lmcache_hs_backend.cli.inspect.selection import (
+    OpenedColdPath,
     add_filter_arguments,
     add_path_arguments,
     choose,
     open_path,
-    skipped_text,
 )
-from lmcache_hs_backend.cli.console import (
-    CommandError,
-    Screen,
-    add_output_options,
-    bytes_text,
-    printable,
-    time_text,
-)
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ReadableChunk, skipped_text
 
 HELP = "list the chunks of a cold path"
 EXAMPLE = """\
-Lists chunks in the order of the directories, as they are found; with --sort, when all are known.
+Lists chunks in the order of the directories, as they are found; with --sort, when all are known. Columns that do not
+fit the terminal are hidden: pipe it to see them.
 
 examples:
   lmcache-hs-inspect list --config lmcache.yaml
@@ -39,14 +32,14 @@ examples:
   lmcache-hs-inspect list /mnt/nvme/hs --format json | jq '.chunks[].path'
 """
 
-SORTS: dict[str, Callable[[Chunk], Any]] = {
+SORTS: dict[str, Callable[[ReadableChunk], Any]] = {
     "accessed": lambda chunk: chunk.file.mtime_ns,
-    "created": lambda chunk: chunk.head.created_at,
+    "created": lambda chunk: chunk.header.meta.created_at,
     "bytes": lambda chunk: chunk.file.size,
-    "tokens": lambda chunk: chunk.head.num_tokens,
-    "start": lambda chunk: chunk.head.start,
-    "model": lambda chunk: chunk.head.model,
-    "key": lambda chunk: chunk.head.key,
+    "tokens": lambda chunk: chunk.header.meta.num_tokens,
+    "start": lambda chunk: chunk.header.meta.start,
+    "model": lambda chunk: chunk.header.meta.model,
+    "key": lambda chunk: chunk.header.meta.key,
 }
 
 _FLUSH_SEC = 0.5
@@ -58,46 +51,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     order = parser.add_argument_group("order")
     order.add_argument("--sort", choices=sorted(SORTS), help="sort by this, smallest or oldest first")
     order.add_argument("--reverse", action="store_true", help="with --sort: the other way round")
-    order.add_argument("--limit", metavar="N", type=int, help="stop after N chunks")
+    order.add_argument("--limit", metavar="N", type=at_least(1), help="stop after N chunks")
     add_output_options(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    if args.limit is not None and args.limit < 1:
-        raise CommandError(f"--limit is {args.limit}, but must be at least 1")
-    where = open_path(args)
-    chunks, test = choose(where, args)
-    with Screen(args) as screen:
-        write = _Json(screen, where) if screen.json else _Lines(screen)
-        summary = Summary()
+    opened = open_path(args)
+    chunks, test = choose(opened, args)
+    with Output(args) as output:
+        write = _Json(output, opened) if output.json else _Lines(output)
+        summary = ListSummary()
         flush_at = 0.0
         for text in _ordered(filter(test, chunks.read()), args, write.line, summary):
             write.put(text)
             if time.monotonic() > flush_at:
-                screen.flush()
+                output.flush()
                 flush_at = time.monotonic() + _FLUSH_SEC
-        write.end(summary, where, chunks)
+        write.end(summary, opened, chunks)
     return 0
 
 
-class Summary:
+class ListSummary:
     """What was listed, in all."""
 
     def __init__(self) -> None:
         self.chunks = self.tokens = self.bytes = 0
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: ReadableChunk) -> None:
         self.chunks += 1
-        self.tokens += chunk.head.num_tokens
+        self.tokens += chunk.header.meta.num_tokens
         self.bytes += chunk.file.size
 
 
 def _ordered(
-    chunks: Iterator[Chunk], args: argparse.Namespace, line: Callable[[Chunk], str], summary: Summary
+    chunks: Iterator[ReadableChunk],
+    args: argparse.Namespace,
+    line: Callable[[ReadableChunk], str],
+    summary: ListSummary,
 ) -> Iterator[str]:
     """The lines to print. Sorting keeps lines, not chunks: they are a third of the size."""
 
-    def counted(chunk: Chunk) -> str:
+    def counted(chunk: ReadableChunk) -> str:
         summary.add(chunk)
         return line(chunk)
 
@@ -117,20 +111,20 @@ def _ordered(
 class _Json:
     """One JSON object, with one chunk a line in it."""
 
-    def __init__(self, screen: Screen, where: Where) -> None:
-        self._screen = screen
+    def __init__(self, output: Output, opened: OpenedColdPath) -> None:
+        self._output = output
         self._first = True
-        screen.write(f'{{"cold_path": {json.dumps(where.cold_path.path)}, "chunks": [')
+        output.write(f'{{"cold_path": {json.dumps(opened.reader.cold_path)}, "chunks": [')
 
-    def line(self, chunk: Chunk) -> str:
+    def line(self, chunk: ReadableChunk) -> str:
         return json.dumps(chunk.record())
 
     def put(self, text: str) -> None:
-        self._screen.write(("\n" if self._first else ",\n") + text)
+        self._output.write(("\n" if self._first else ",\n") + text)
         self._first = False
 
-    def end(self, summary: Summary, where: Where, chunks: Chunks) -> None:
-        config = where.config
+    def end(self, summary: ListSummary, opened: OpenedColdPath, chunks: ChunkStream) -> None:
+        config = opened.config
         figures = {
             "chunks": summary.chunks,
             "tokens": summary.tokens,
@@ -138,30 +132,30 @@ class _Json:
             "limit_bytes": config.max_cold_bytes if config else None,
             "skipped": dict(chunks.skipped),
         }
-        self._screen.write(f'\n], "summary": {json.dumps(figures)}}}\n')
+        self._output.write(f'\n], "summary": {json.dumps(figures)}}}\n')
 
 
 class _Column(NamedTuple):
     title: str
     width: int  # left-aligned; negative: right-aligned
-    text: Callable[[Chunk], str]
+    text: Callable[[ReadableChunk], str]
 
 
 _COLUMNS = (
-    _Column("CHUNK", 17, lambda chunk: chunk.head.chunk_hash[:17]),
-    _Column("START", -8, lambda chunk: str(chunk.head.start)),
-    _Column("TOKENS", -6, lambda chunk: str(chunk.head.num_tokens)),
-    _Column("LAYERS", 10, lambda chunk: ",".join(str(layer.layer_idx) for layer in chunk.head.layers)),
+    _Column("CHUNK", 17, lambda chunk: chunk.header.meta.chunk_hash[:17]),
+    _Column("START", -8, lambda chunk: str(chunk.header.meta.start)),
+    _Column("TOKENS", -6, lambda chunk: str(chunk.header.meta.num_tokens)),
+    _Column("LAYERS", 10, lambda chunk: ",".join(str(layer.layer_idx) for layer in chunk.header.layout.layers)),
     _Column("BYTES", -9, lambda chunk: bytes_text(chunk.file.size)),
     _Column("ACCESSED", 20, lambda chunk: time_text(chunk.file.mtime_ns)),
     _Column("STATE", 8, lambda chunk: chunk.state),
     _Column("DTYPE", 8, lambda chunk: _joined(chunk.dtype)),
     _Column("HIDDEN", -6, lambda chunk: _joined(chunk.hidden_dim)),
-    _Column("PARENT", 17, lambda chunk: chunk.head.parent[:17] or "-"),
+    _Column("PARENT", 17, lambda chunk: chunk.header.meta.parent[:17] or "-"),
     _Column("RANK", -4, lambda chunk: str(chunk.namespace.worker_id)),
     _Column("NAMESPACE", 26, lambda chunk: chunk.namespace.label),
-    _Column("CREATED", 20, lambda chunk: chunk.head.created_at),
-    _Column("MODEL", 1, lambda chunk: chunk.head.model),
+    _Column("CREATED", 20, lambda chunk: chunk.header.meta.created_at),
+    _Column("MODEL", 1, lambda chunk: chunk.header.meta.model),
 )
 
 
@@ -172,26 +166,28 @@ def _joined(value: Any) -> str:
 class _Lines:
     """Columns of fixed width, as many of them as the terminal has room for."""
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self._columns = _fitting(screen.width)
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._columns = _fitting(output.width)
         titles = (_padded(column.title, column.width) for column in self._columns)
-        screen.show("  ".join(titles).rstrip(), style="bold")
+        output.show("  ".join(titles).rstrip(), style="bold")
 
-    def line(self, chunk: Chunk) -> str:
+    def line(self, chunk: ReadableChunk) -> str:
         return "  ".join(_padded(printable(column.text(chunk)), column.width) for column in self._columns).rstrip()
 
     def put(self, text: str) -> None:
-        self._screen.write(text + "\n")
+        self._output.write(text + "\n")
 
-    def end(self, summary: Summary, where: Where, chunks: Chunks) -> None:
+    def end(self, summary: ListSummary, opened: OpenedColdPath, chunks: ChunkStream) -> None:
         parts = [f"{summary.chunks:,} chunks", f"{summary.tokens:,} tokens", bytes_text(summary.bytes)]
-        if where.config is not None:
-            limit = where.config.max_cold_bytes
+        if opened.config is not None:
+            limit = opened.config.max_cold_bytes
             parts.append(f"{summary.bytes / limit:.1%} of the limit of {bytes_text(limit)}")
         if chunks.skipped:
             parts.append(skipped_text(chunks.skipped))
-        self._screen.show(", ".join(parts), style="bold")
+        if hidden := len(_COLUMNS) - len(self._columns):
+            parts.append(f"{hidden} columns hidden")
+        self._output.show(", ".join(parts), style="bold")
 
 
 def _fitting(width: int | None) -> list[_Column]:

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.coldpath import Namespace
-from lmcache_hs_backend.cli.console import Screen, bytes_text, confirm, printable
+from lmcache_hs_backend.cli.console import Output, bytes_text, confirm, printable
+from lmcache_hs_backend.format.namespace import NamespaceDirectory
 
 
-class Doomed(NamedTuple):
+class Deletion(NamedTuple):
     """A file to delete, and why."""
 
     path: str
     size: int
-    namespace: Namespace
+    namespace: NamespaceDirectory
     why: str
 
 
 @dataclass
-class Outcome:
+class DeletionOutcome:
     """What became of the files."""
 
     deleted: int = 0
@@ -41,31 +41,32 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
 
-def remove(doomed: list[Doomed], args: argparse.Namespace, screen: Screen, skipped: dict[str, int]) -> int:
+def remove(deletions: list[Deletion], args: argparse.Namespace, output: Output, skipped: dict[str, int]) -> int:
     """Show, ask, delete, report; the exit status: 1 when something could not be deleted, or was not to be."""
-    nbytes = sum(file.size for file in doomed)
-    if not screen.json and args.dry_run:
-        for file in doomed:
-            screen.write(f"{bytes_text(file.size):>10}  {printable(file.path)}  ({file.why})\n")
-    outcome = Outcome()
+    nbytes = sum(file.size for file in deletions)
+    if not output.json and args.dry_run:
+        for file in deletions:
+            output.write(f"{bytes_text(file.size):>10}  {printable(file.path)}  ({file.why})\n")
+    outcome = DeletionOutcome()
     refused = False
-    if doomed and not args.dry_run:
-        if args.yes or confirm(f"Delete {len(doomed):,} files, {bytes_text(nbytes)}?"):
-            with screen.progress("deleting", len(doomed)) as advance:
-                outcome = _delete(doomed, advance)
+    if deletions and not args.dry_run:
+        if args.yes or confirm(f"Delete {len(deletions):,} files, {bytes_text(nbytes)}?"):
+            with output.progress("deleting", len(deletions)) as advance:
+                outcome = _delete(deletions, advance)
         else:
             refused = True
-    _report(doomed, nbytes, args, screen, outcome, skipped, refused=refused)
+    _report(deletions, nbytes, args, output, outcome, skipped, refused=refused)
     return 1 if outcome.left or refused else 0
 
 
-def _delete(doomed: Iterable[Doomed], advance: Callable[[int], None]) -> Outcome:
-    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+def _delete(deletions: Iterable[Deletion], advance: Callable[[int], None]) -> DeletionOutcome:
 
-    by_namespace: dict[str, list[Doomed]] = defaultdict(list)
-    for file in doomed:
+    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock  # imports aiofiles
+
+    by_namespace: dict[str, list[Deletion]] = defaultdict(list)
+    for file in deletions:
         by_namespace[file.namespace.directory].append(file)
-    outcome = Outcome()
+    outcome = DeletionOutcome()
     for directory, files in by_namespace.items():
         label = files[0].namespace.label
         try:
@@ -85,7 +86,7 @@ def _delete(doomed: Iterable[Doomed], advance: Callable[[int], None]) -> Outcome
     return outcome
 
 
-def _unlink(file: Doomed, outcome: Outcome) -> None:
+def _unlink(file: Deletion, outcome: DeletionOutcome) -> None:
     try:
         os.unlink(file.path)
     except FileNotFoundError:
@@ -98,19 +99,19 @@ def _unlink(file: Doomed, outcome: Outcome) -> None:
 
 
 def _report(
-    doomed: list[Doomed],
+    deletions: list[Deletion],
     nbytes: int,
     args: argparse.Namespace,
-    screen: Screen,
-    outcome: Outcome,
+    output: Output,
+    outcome: DeletionOutcome,
     skipped: dict[str, int],
     *,
     refused: bool,
 ) -> None:
-    if screen.json:
+    if output.json:
         figures: dict[str, Any] = {
             "dry_run": args.dry_run,
-            "files": len(doomed),
+            "files": len(deletions),
             "bytes": nbytes,
             "deleted_files": outcome.deleted,
             "deleted_bytes": outcome.nbytes,
@@ -118,14 +119,14 @@ def _report(
             "skipped": skipped,
         }
         if args.dry_run:
-            figures["would_delete"] = [{"path": f.path, "bytes": f.size, "why": f.why} for f in doomed]
-        screen.dump(figures)
+            figures["would_delete"] = [{"path": f.path, "bytes": f.size, "why": f.why} for f in deletions]
+        output.dump(figures)
         return
     for what, why in outcome.left:
-        screen.show(f"left: {printable(what)}: {why}", style="yellow")
+        output.show(f"left: {printable(what)}: {why}", style="yellow")
     if refused:
-        screen.show("nothing was deleted")
+        output.show("nothing was deleted")
     elif args.dry_run:
-        screen.show(f"would delete {len(doomed):,} files, {bytes_text(nbytes)}", style="bold")
+        output.show(f"would delete {len(deletions):,} files, {bytes_text(nbytes)}", style="bold")
     else:
-        screen.show(f"deleted {outcome.deleted:,} files, {bytes_text(outcome.nbytes)}", style="bold")
+        output.show(f"deleted {outcome.deleted:,} files, {bytes_text(outcome.nbytes)}", style="bold")

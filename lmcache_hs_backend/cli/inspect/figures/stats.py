@@ -10,21 +10,26 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmcache_hs_backend.cli.chunks import Chunk, Chunks, Where, add_path_arguments, open_path, skipped_text
-from lmcache_hs_backend.cli.coldpath import QUARANTINE, Namespace, files_in, in_use
 from lmcache_hs_backend.cli.console import (
-    Screen,
+    CommandError,
+    Output,
     add_output_options,
     bytes_text,
     duration_text,
     printable,
 )
-from lmcache_hs_backend.cli.forest import Forest, Node, node_of
+from lmcache_hs_backend.cli.inspect.nodes import NamespaceForest, Node, node_of
+from lmcache_hs_backend.cli.inspect.selection import OpenedColdPath, add_path_arguments, open_path
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ReadableChunk, skipped_text
+from lmcache_hs_backend.format.layout import QUARANTINE, files_in, strays_beside
+from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
+from lmcache_hs_backend.format.reader import ColdTierReader
 
 HELP = "count chunks, tokens and bytes by namespace, model and layer"
 EXAMPLE = """\
 The dedup factor is the tokens of all sequences, each with a copy of its own, divided by the tokens that are stored.
-With --metrics, the running engine's own counters are added, from LMCache's /metrics.
+With --metrics, the running engine's own counters are added, from LMCache's /metrics: worker i serves it on port
+7000 + i when internal_api_server_enabled is true.
 
 examples:
   lmcache-hs-inspect stats --config lmcache.yaml
@@ -42,82 +47,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    where = open_path(args)
-    engine = None
+    opened = open_path(args)
+    figures = collect(opened)
+    failed: CommandError | None = None
     if args.metrics:
-        from lmcache_hs_backend.cli.scrape import scrape
+        from lmcache_hs_backend.cli.inspect.figures.scrape import scrape
 
-        engine = scrape(args.metrics)
-    figures = collect(where)
-    if engine is not None:
-        figures["engine"] = engine
-    with Screen(args) as screen:
-        if screen.json:
-            screen.dump(figures)
+        try:
+            figures["engine"] = scrape(args.metrics)
+        except CommandError as error:  # what is on disk is worth knowing all the same
+            failed, figures["engine"] = error, None
+    with Output(args) as output:
+        if output.json:
+            output.dump(figures)
         else:
-            _print(screen, figures)
+            _print(output, figures)
+    if failed is not None:
+        raise failed
     return 0
 
 
 class _Tally:
     """What is counted of one namespace on the way."""
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: NamespaceDirectory) -> None:
         self.namespace = namespace
         self.nodes: list[Node] = []
         self.layers: dict[int, dict[str, Any]] = defaultdict(lambda: {"chunks": 0, "tokens": 0, "bytes": 0})
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: ReadableChunk) -> None:
         self.nodes.append(node_of(chunk))
-        for layer in chunk.head.layers:
+        for layer in chunk.header.layout.layers:
             tally = self.layers[layer.layer_idx]
             tally["chunks"] += 1
-            tally["tokens"] += chunk.head.num_tokens
-            tally["bytes"] += layer.row_bytes * chunk.head.num_tokens
+            tally["tokens"] += chunk.header.meta.num_tokens
+            tally["bytes"] += layer.nbytes(chunk.header.meta.num_tokens)
             tally.setdefault("dtype", layer.dtype_name)
             tally.setdefault("hidden_dim", layer.hidden_dim)
 
 
-def collect(where: Where, watch: Callable[[Chunk], None] | None = None) -> dict[str, Any]:
-    """All figures, as ``--format json`` shows them. ``watch`` is told of every chunk on the way."""
-    chunks = Chunks(where.cold_path, where.cold_path.namespaces)
+def collect(opened: OpenedColdPath, watch: Callable[[ReadableChunk], None] | None = None) -> dict[str, Any]:
+    """All figures, as ``--format json`` shows them. ``watch`` is called with every chunk on the way."""
+    reader = opened.reader
+    chunks = ChunkStream(reader, reader.namespaces)
     tallies = {namespace.directory: _Tally(namespace) for namespace in chunks.namespaces}
     for chunk in chunks.read():
         tallies[chunk.namespace.directory].add(chunk)
         if watch is not None:
             watch(chunk)
     namespaces = [_namespace(tally) for tally in tallies.values()]
-    disk = os.statvfs(where.cold_path.path)
+    disk = os.statvfs(reader.cold_path)
     nodes = [node for tally in tallies.values() for node in tally.nodes]
     now = time.time_ns()
     return {
-        "cold_path": where.cold_path.path,
+        "cold_path": reader.cold_path,
         "total": _total(namespaces),
         "namespaces": namespaces,
         "models": _models(namespaces),
         "age_sec": _distribution([max(0.0, (now - node.used_ns) / 1e9) for node in nodes], _AGES),
         "chunk_bytes": _distribution([node.nbytes for node in nodes], _SIZES),
-        "limit_bytes": where.config.max_cold_bytes if where.config else None,
+        "limit_bytes": opened.config.max_cold_bytes if opened.config else None,
         "free_bytes": disk.f_bavail * disk.f_frsize,
         "disk_bytes": disk.f_blocks * disk.f_frsize,
         "skipped": dict(chunks.skipped),
+        "left_out": [each.why for each in reader.left_out],
+        "foreign": _foreign(reader),
+    }
+
+
+def _foreign(reader: ColdTierReader) -> dict[str, Any]:
+    """What is beside the namespaces and is not ours."""
+    known = {each.directory for each in reader.namespaces} | {each.directory for each in reader.left_out}
+    found = [stray for stray in strays_beside(reader.cold_path, known) if stray.kind == "foreign"]
+    return {
+        "count": len(found),
+        "bytes": sum(stray.size for stray in found),
+        "paths": [stray.path for stray in sorted(found, key=lambda stray: -stray.size)],
     }
 
 
 def _namespace(tally: _Tally) -> dict[str, Any]:
-    forest = Forest(tally.namespace, tally.nodes)
+    forest = NamespaceForest(tally.namespace, tally.nodes)
     archived = [node for node in tally.nodes if node.state == "archived"]
-    quarantined = [size for _, size, _ in files_in(os.path.join(tally.namespace.directory, QUARANTINE))]
+    quarantined = [file.size for file in files_in(os.path.join(tally.namespace.directory, QUARANTINE))]
     stored, sequence_tokens = forest.stored_tokens, forest.sequence_tokens
     return {
         "namespace": tally.namespace.label,
         "model": tally.namespace.model,
         "worker_id": tally.namespace.worker_id,
-        "in_use": in_use(tally.namespace),
+        "in_use": in_use(tally.namespace.directory),
         "chunks": len(tally.nodes),
         "tokens": stored,
         "bytes": sum(node.nbytes for node in tally.nodes),
-        "sequences": sum(1 for node in tally.nodes if not node.children),
+        "sequences": sum(1 for _ in forest.ends()),
         "sequence_tokens": sequence_tokens,
         "dedup_factor": round(sequence_tokens / stored, 3) if stored else None,
         "archived_chunks": len(archived),
@@ -168,9 +190,9 @@ def _distribution(values: list[float], bounds: Sequence[tuple[float, str]]) -> d
 # -- in words ------------------------------------------------------------------------------------------
 
 
-def _print(screen: Screen, figures: dict[str, Any]) -> None:
+def _print(output: Output, figures: dict[str, Any]) -> None:
     total = figures["total"]
-    screen.table(
+    output.table(
         ("namespace", "in use", ">rank", ">chunks", ">tokens", ">bytes", ">sequences", ">dedup", ">archived", ">bad"),
         [
             (
@@ -181,8 +203,8 @@ def _print(screen: Screen, figures: dict[str, Any]) -> None:
             for each in figures["namespaces"]
         ],
     )  # fmt: skip
-    screen.show("")
-    screen.table(
+    output.show("")
+    output.table(
         ("namespace", ">layer", "dtype", ">hidden", ">chunks", ">tokens", ">bytes"),
         [
             (
@@ -193,19 +215,25 @@ def _print(screen: Screen, figures: dict[str, Any]) -> None:
             for layer in each["layers"]
         ],
     )  # fmt: skip
-    screen.show("")
+    output.show("")
     for what, key, text in (("last used", "age_sec", duration_text), ("chunk size", "chunk_bytes", bytes_text)):
         spread = figures[key]
         if spread:
             counts = ", ".join(f"{name} {count:,}" for name, count in spread["histogram"].items() if count)
             median, longest = text(spread["median"]), text(spread["max"])
             ago = " ago" if key == "age_sec" else ""
-            screen.show(f"{what}: median {median}{ago}, at most {longest}{ago} ({counts})")
-    screen.show(f"quarantine: {total['quarantined_files']:,} files, {bytes_text(total['quarantined_bytes'])}")
-    screen.show(f"archive: {total['archived_chunks']:,} chunks, {bytes_text(total['archived_bytes'])}")
-    screen.show(f"disk: {bytes_text(figures['free_bytes'])} free of {bytes_text(figures['disk_bytes'])}")
-    for name, value in figures.get("engine", {}).items():
-        screen.show(f"engine: {name} {value:,.6g}")
+            output.show(f"{what}: median {median}{ago}, at most {longest}{ago} ({counts})")
+    output.show(f"quarantine: {total['quarantined_files']:,} files, {bytes_text(total['quarantined_bytes'])}")
+    output.show(f"archive: {total['archived_chunks']:,} chunks, {bytes_text(total['archived_bytes'])}")
+    output.show(f"disk: {bytes_text(figures['free_bytes'])} free of {bytes_text(figures['disk_bytes'])}")
+    if foreign := figures["foreign"]["count"]:
+        names = ", ".join(printable(os.path.basename(path)) for path in figures["foreign"]["paths"][:3])
+        dots = ", …" if foreign > 3 else ""
+        output.show(
+            f"not ours: {foreign:,} beside the namespaces, {bytes_text(figures['foreign']['bytes'])}: {names}{dots}"
+        )
+    for name, value in (figures.get("engine") or {}).items():
+        output.show(f"engine: {name} {_figure_text(name, value)}")
     parts = [
         f"{total['chunks']:,} chunks, {total['tokens']:,} tokens, {bytes_text(total['bytes'])}",
         f"dedup factor {_factor(total['dedup_factor'])}",
@@ -215,7 +243,18 @@ def _print(screen: Screen, figures: dict[str, Any]) -> None:
         parts.append(f"{used / figures['limit_bytes']:.1%} of the limit of {bytes_text(figures['limit_bytes'])}")
     if figures["skipped"]:
         parts.append(skipped_text(figures["skipped"]))
-    screen.show(", ".join(parts), style="bold")
+    output.show(", ".join(parts), style="bold")
+
+
+def _figure_text(name: str, value: float) -> str:
+    """A figure of the engine in the unit that its name says."""
+    if "bytes" in name.split("_"):
+        return bytes_text(value) + ("/s" if name.endswith("per_sec") else "")
+    if name.endswith("_mean"):
+        return f"{value * 1000:,.3g} ms"
+    if name.endswith("_sum"):
+        return duration_text(value)
+    return f"{value:.1%}" if name.startswith("share_") else f"{value:,.6g}"
 
 
 def _factor(value: float | None) -> str:

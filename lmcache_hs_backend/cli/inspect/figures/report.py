@@ -7,19 +7,21 @@ import contextlib
 import html
 import itertools
 import os
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hs_backend import __version__
-from lmcache_hs_backend.cli.charts import COLOURS, NOTHING, areas, bars, lines
-from lmcache_hs_backend.cli.chunks import add_path_arguments, open_path
-from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options, bytes_text, printable
-from lmcache_hs_backend.cli.sampling import Sample
-from lmcache_hs_backend.cli.stats import collect
+from lmcache_hs_backend.cli.arguments import at_least
+from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, bytes_text, printable
+from lmcache_hs_backend.cli.inspect.figures.plots import COLOURS, NOTHING, areas, bars, lines
+from lmcache_hs_backend.cli.inspect.figures.sampling import ChunkSample
+from lmcache_hs_backend.cli.inspect.figures.stats import collect
+from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, open_path
 
 if TYPE_CHECKING:
-    from lmcache_hs_backend.cli.survey import LayerSurvey, Survey
+    from lmcache_hs_backend.cli.inspect.figures.survey import LayerSurvey, Survey
 
 HELP = "write a page with charts: occupancy, ages, dedup, norms of rows, anomalies"
 EXAMPLE = """\
@@ -73,8 +75,9 @@ th, td {{ text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px sol
 th {{ vertical-align: bottom; font-weight: 600; white-space: normal; line-height: 1.25; }}
 .n {{ text-align: right; font-variant-numeric: tabular-nums; }}
 th:last-child, td:last-child {{ padding-right: 0; }}
-.verdict {{ border-left: .3rem solid var(--good); padding: .1rem 0 .1rem .9rem; }}
-.verdict b {{ color: var(--good); }} .verdict.bad {{ border-color: var(--bad); }} .bad b {{ color: var(--bad); }}
+.verdict {{ border-left: .3rem solid var(--soft); padding: .1rem 0 .1rem .9rem; }}
+.verdict.good {{ border-color: var(--good); }} .good b {{ color: var(--good); }}
+.verdict.bad {{ border-color: var(--bad); }} .bad b {{ color: var(--bad); }}
 .verdict ul {{ margin: .3rem 0; padding-left: 1.1rem; overflow-wrap: anywhere; }}
 footer {{ margin-top: 2.5rem; font-size: .9rem; color: var(--soft); }}
 @media print {{
@@ -93,32 +96,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path_arguments(parser)
     parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (default: report.html)")
     parser.add_argument(
-        "--sample", metavar="N", type=int, default=200, help="chunks whose rows are read (default: 200)"
+        "--sample", metavar="N", type=at_least(0), default=200, help="chunks whose rows are read (default: 200)"
     )
     add_output_options(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    if args.sample < 0:
-        raise CommandError(f"--sample is {args.sample}, but must be at least 0")
-    where = open_path(args)
-    sample = Sample(args.sample)
-    figures = collect(where, sample.watch)
-    from lmcache_hs_backend.cli.survey import Survey  # takes torch along
+    opened = open_path(args)
+    sample = ChunkSample(args.sample)
+    figures = collect(opened, sample.watch)
+    from lmcache_hs_backend.cli.inspect.figures.survey import Survey  # imports torch
 
     survey = Survey(sample.chunks)
     _save(args.out, _page(figures, sample, survey))
-    with Screen(args) as screen:
-        if screen.json:
+    with Output(args) as output:
+        if output.json:
             anomalies = [
                 {"model": layer.model, "layer": layer.layer, "what": what} for layer, what in survey.anomalies()
             ]
             layers = survey.as_json()
-            screen.dump({"out": args.out, "sampled": survey.sampled, "layers": layers, "anomalies": anomalies})
+            output.dump({"out": args.out, "sampled": survey.sampled, "layers": layers, "anomalies": anomalies})
         else:
             for layer, what in survey.anomalies():
-                screen.show(f"{printable(layer.model)} layer {layer.layer}: {what}", style="red")
-            screen.show(f"wrote {args.out}, with the rows of {survey.sampled:,} chunks")
+                output.show(f"{printable(layer.model)} layer {layer.layer}: {what}", style="red")
+            output.show(f"wrote {args.out}, with the rows of {survey.sampled:,} chunks")
     return 0
 
 
@@ -134,7 +135,7 @@ def _save(path: str, page: str) -> None:
         raise CommandError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def _page(figures: dict[str, Any], sample: Sample, survey: Survey) -> str:
+def _page(figures: dict[str, Any], sample: ChunkSample, survey: Survey) -> str:
     total = figures["total"]
     numbers = {
         "chunks": f"{total['chunks']:,}",
@@ -159,7 +160,7 @@ def _page(figures: dict[str, Any], sample: Sample, survey: Survey) -> str:
         + _histogram(figures["chunk_bytes"], "Chunks by size of file", "")
     )
     sections = [
-        ("Anomalies", _anomalies(survey)),
+        ("Values", _anomalies(survey, figures)),
         ("Occupancy", f'<p class="soft">Of what is here now.</p><div class="charts">{charts}</div>'),
         ("Namespaces", _namespaces(figures["namespaces"])),
         ("Norms of rows by layer and position", _norms(survey)),
@@ -173,7 +174,7 @@ def _page(figures: dict[str, Any], sample: Sample, survey: Survey) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<link rel="icon" href="data:,"><title>Hidden states in {_esc(figures["cold_path"])}</title>'
         f"<style>{_STYLE}</style></head><body><header><h1>Hidden states on disk</h1>"
-        f'<p class="path soft">{_esc(figures["cold_path"])}, {now}</p></header>'
+        f'<p class="path soft">{_esc(figures["cold_path"])} on {_esc(socket.gethostname())}, {now}</p></header>'
         f'<ul class="figures">{items}</ul>{body}<footer>lmcache-hs-inspect {__version__}</footer></body></html>\n'
     )
 
@@ -223,15 +224,34 @@ def _histogram(spread: dict[str, Any], title: str, ago: str) -> str:
     return bars(dict(zip(between, spread["histogram"].values(), strict=True)), title, lambda count: f"{count:,.0f}")
 
 
-def _anomalies(survey: Survey) -> str:
+def _not_seen(survey: Survey, figures: dict[str, Any]) -> list[str]:
+    """What the page does not speak for: left out, set aside or not readable. All is not well while there is any."""
+    total, foreign = figures["total"], figures["foreign"]
+    found = [f"left out: {why}" for why in figures["left_out"]]
+    if total["quarantined_files"]:
+        found.append(f"{total['quarantined_files']:,} files in quarantine, {bytes_text(total['quarantined_bytes'])}")
+    if skipped := sum(figures["skipped"].values()):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(figures["skipped"].items()))
+        found.append(f"{skipped:,} files or directories could not be read ({reasons})")
+    if survey.unreadable:
+        found.append(f"{survey.unreadable:,} sampled chunks could not be read again")
+    if foreign["count"]:
+        names = ", ".join(os.path.basename(path) for path in foreign["paths"][:3])
+        found.append(f"{foreign['count']:,} foreign beside the namespaces, {bytes_text(foreign['bytes'])}: {names}")
+    return found
+
+
+def _anomalies(survey: Survey, figures: dict[str, Any]) -> str:
     found = [
         f"<li><b>{_esc(layer.model)}, layer {layer.layer}</b>: {_esc(what)}</li>" for layer, what in survey.anomalies()
     ]
-    looked = f"Looked for in the rows of {survey.sampled:,} chunks."
-    if not found:
-        none = "<p><b>None</b>: no NaN, no dead layer, no constant row.</p>" if survey.sampled else ""
-        return f'<div class="verdict">{none}<p class="soft">{looked}</p></div>'
-    return f'<div class="verdict bad"><ul>{"".join(found)}</ul><p class="soft">{looked}</p></div>'
+    looked = f"Looked for in the rows of {survey.sampled:,} chunks. Files were not verified: run verify."
+    unseen = _not_seen(survey, figures)
+    rest = f"<p>Not looked into:</p><ul>{''.join(f'<li>{_esc(what)}</li>' for what in unseen)}</ul>" if unseen else ""
+    none = "<p><b>None</b>: no NaN, no dead layer, no constant row.</p>" if survey.sampled and not found else ""
+    listed = f"<ul>{''.join(found)}</ul>" if found else ""
+    mood = "bad" if found else "open" if unseen or not survey.sampled else "good"
+    return f'<div class="verdict {mood}">{none}{listed}{rest}<p class="soft">{looked}</p></div>'
 
 
 def _norms(survey: Survey) -> str:

@@ -1,37 +1,36 @@
-"""``lmcache-hs-inspect``: look into a cold path, with or without an engine running on it.
+"""``lmcache-hs-inspect``: puts the sub-commands together.
 
-Only puts the sub-commands together; each is a module of its own with ``HELP``, ``EXAMPLE``,
-``add_arguments`` and ``execute``.
+Each is a module of its own with ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``execute``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 
 from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli.arguments import Parser
 from lmcache_hs_backend.cli.console import run
 
 PROGRAM = "lmcache-hs-inspect"
 
 #: Sub-command → its module below ``cli``.
 COMMANDS = {
-    "list": "list",
-    "show": "show",
-    "tree": "tree",
-    "stats": "stats",
-    "verify": "verify",
-    "report": "report",
-    "rm": "rm",
-    "gc": "gc",
-    "check-config": "check_config",
+    "list": "inspect.browse.list",
+    "show": "inspect.browse.show",
+    "tree": "inspect.browse.tree",
+    "stats": "inspect.figures.stats",
+    "report": "inspect.figures.report",
+    "verify": "inspect.care.verify",
+    "rm": "inspect.care.rm",
+    "gc": "inspect.care.gc",
+    "check-config": "config.check_config",
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=PROGRAM,
         description="Look into the cold tier of LMCache's hidden states. Needs neither LMCache nor a GPU, and reads "
         "beside a running engine.",
@@ -53,14 +52,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; the exit status: 0, 1 for an error or a bad finding, 130 after Ctrl-C."""
+    """Run a sub-command; the exit status: 0, 1 for an error or a bad finding, 2 for wrong usage, 130 after Ctrl-C."""
+    return run(PROGRAM, lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 1
-    return run(PROGRAM, lambda: args.execute(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(args.execute(args))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from lmcache_hs_backend.cli.chunks import add_filter_arguments, add_path_arguments, choose, open_path
-from lmcache_hs_backend.cli.console import CommandError, Screen, add_output_options
-from lmcache_hs_backend.cli.removal import Doomed, add_removal_arguments, remove
+from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options
+from lmcache_hs_backend.cli.inspect.care.removal import Deletion, add_removal_arguments, remove
+from lmcache_hs_backend.cli.inspect.selection import add_filter_arguments, add_path_arguments, choose, open_path
 
 HELP = "delete the chunks that match"
 EXAMPLE = """\
@@ -35,10 +35,10 @@ def execute(args: argparse.Namespace) -> int:
         raise CommandError("say which chunks, or --all, not both")
     if not chooses and not args.all:
         raise CommandError("say which chunks, with --model, --before, … (see --help), or --all")
-    where = open_path(args)
-    chunks, test = choose(where, args)
-    doomed = [
-        Doomed(chunk.file.path, chunk.file.size, chunk.namespace, "matches") for chunk in chunks.read() if test(chunk)
+    opened = open_path(args)
+    chunks, test = choose(opened, args)
+    deletions = [
+        Deletion(chunk.file.path, chunk.file.size, chunk.namespace, "matches") for chunk in chunks.read() if test(chunk)
     ]
-    with Screen(args) as screen:
-        return remove(doomed, args, screen, dict(chunks.skipped))
+    with Output(args) as output:
+        return remove(deletions, args, output, dict(chunks.skipped))

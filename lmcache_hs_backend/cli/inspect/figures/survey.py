@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from lmcache_hs_backend.cli.charts import Spread
-from lmcache_hs_backend.cli.chunks import Chunk
-from lmcache_hs_backend.cli.coldpath import Unreadable
-from lmcache_hs_backend.cli.rows import as_tensor, read_rows
+from lmcache_hs_backend.cli.inspect.figures.plots import Spread
+from lmcache_hs_backend.cli.inspect.row_figures import as_tensor, read_rows
+from lmcache_hs_backend.cli.inspect.stream import ReadableChunk
+from lmcache_hs_backend.format.header import BadChunk
 
 #: A layer of which no sampled row varies more than this (relative to its largest value) is dead.
 _DEAD = 1e-6
 
 
 @dataclass
-class Strange:
+class RowAnomaly:
     """Rows with something strange about them: how many, and the hash of the first chunk with one."""
 
     rows: int = 0
@@ -39,13 +39,13 @@ class LayerSurvey:
     model: str
     layer: int
     rows: int = 0
-    non_finite: Strange = field(default_factory=Strange)
-    zero: Strange = field(default_factory=Strange)
-    constant: Strange = field(default_factory=Strange)
+    non_finite: RowAnomaly = field(default_factory=RowAnomaly)
+    zero: RowAnomaly = field(default_factory=RowAnomaly)
+    constant: RowAnomaly = field(default_factory=RowAnomaly)
     spread: float = 0.0  # the largest standard deviation of a row over its largest value
     norms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by position
 
-    def add(self, chunk: Chunk, tensor: torch.Tensor) -> None:
+    def add(self, chunk: ReadableChunk, tensor: torch.Tensor) -> None:
         rows = tensor.float()
         finite = rows.isfinite().all(dim=1)
         largest = rows.abs().amax(dim=1)
@@ -54,13 +54,13 @@ class LayerSurvey:
         constant = finite & ~zero & (rows.amax(dim=1) == rows.amin(dim=1)) & torch.tensor(rows.shape[1] > 1)
         self.rows += len(rows)
         for strange, marked in ((self.non_finite, ~finite), (self.zero, zero), (self.constant, constant)):
-            strange.add(marked, chunk.head.chunk_hash)
+            strange.add(marked, chunk.header.meta.chunk_hash)
         varied = (deviation / largest)[finite & ~zero]
         if len(varied):
             self.spread = max(self.spread, varied.max().item())
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)  # finite for whatever is finite
         for offset in finite.nonzero().flatten().tolist():
-            self.norms[_position(chunk.head.start + offset)].append(norms[offset].item())
+            self.norms[_position(chunk.header.meta.start + offset)].append(norms[offset].item())
 
     @property
     def dead(self) -> bool:
@@ -99,19 +99,19 @@ def _position(token: int) -> int:
 class Survey:
     """The rows of a sample. Chunks that have gone meanwhile are counted in ``unreadable``."""
 
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, chunks: Iterable[ReadableChunk]) -> None:
         self.sampled = self.unreadable = 0
         found: dict[tuple[str, int], LayerSurvey] = {}
         for chunk in chunks:
             try:
                 rows = read_rows(chunk)
-            except (Unreadable, OSError):
+            except (BadChunk, OSError):
                 self.unreadable += 1
                 continue
             self.sampled += 1
             for layer, data in rows:
-                key = (chunk.head.model, layer.layer_idx)
-                found.setdefault(key, LayerSurvey(*key)).add(chunk, as_tensor(chunk, layer, data))
+                key = (chunk.header.meta.model, layer.layer_idx)
+                found.setdefault(key, LayerSurvey(*key)).add(chunk, as_tensor(layer, data))
         self.layers = [found[key] for key in sorted(found)]
 
     def anomalies(self) -> list[tuple[LayerSurvey, str]]:

@@ -1,0 +1,116 @@
+"""What the values of options may be, said once: numbers with limits, sizes, times.
+
+A wrong value is one line that names the option, the value and what is allowed, with exit status 1, like every other
+error; wrong usage (an unknown option or command) is argparse's, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import NoReturn
+
+from lmcache_hs_backend.cli.console import CommandError
+
+_WRONG_VALUE = re.compile(r"argument (?:\S+/)?(\S+): (is .*|.*: not a .*)", re.DOTALL)
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+(?:e-?[0-9]+)?|[0-9.]+e-?[0-9]+)\s*([a-zA-Z]*)\s*")
+
+_TIME_UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SIZE_UNITS = {"": 1 << 30, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with the errors of values as above."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = _WRONG_VALUE.fullmatch(message)
+        if wrong is None:
+            super().error(message)
+        raise CommandError(f"{wrong[1]} {wrong[2]}")
+
+
+def _wrong(text: str, allowed: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"is {text}, but must be {allowed}")
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A whole number from ``low`` on."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low:
+            raise _wrong(text, f"{'a whole number, ' if not text.lstrip('-').isdigit() else ''}at least {low}")
+        return number
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    """From 0 to below 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise _wrong(text, "at least 0 and below 1")
+    return number
+
+
+def share(text: str) -> float:
+    """A share: ``0.1`` or ``10%``, above 0 and at most 1."""
+    try:
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise _wrong(text, "a share such as 10% or 0.1, above 0 and at most 1")
+    return number
+
+
+def size(text: str) -> int:
+    """Bytes, from a number of GB (1024³ bytes, as LMCache counts) or one with a unit: ``50``, ``500MB``, ``1.5 TB``."""
+    match = _AMOUNT.fullmatch(text)
+    unit = match[2].lower().removesuffix("ib").removesuffix("b") if match is not None else "?"
+    if match is not None and match[2].lower() == "b":
+        unit = "b"
+    if match is None or unit not in _SIZE_UNITS:
+        raise _wrong(text, "at least 0, in GB or with a unit: 50, 500MB, 1.5TB")
+    return int(float(match[1]) * _SIZE_UNITS[unit])
+
+
+def duration(text: str) -> float:
+    """Seconds, from a time with a unit: ``90s``, ``30min``, ``12h``, ``7d``."""
+    match = _AMOUNT.fullmatch(text)
+    if match is None or match[2] not in _TIME_UNITS:
+        raise _wrong(text, "a time such as 90s, 30min, 12h or 7d")
+    return float(match[1]) * _TIME_UNITS[match[2]]
+
+
+def moment(text: str) -> int:
+    """A point in time in nanoseconds since the epoch, from a date (UTC) or from how long ago it was."""
+    if not text:  # an unset variable in a script; to take it for "all" would be fatal for rm
+        raise argparse.ArgumentTypeError("is empty")
+    try:
+        return time.time_ns() - int(duration(text) * 1e9)
+    except argparse.ArgumentTypeError:
+        pass
+    try:
+        parsed = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: not a time such as 30min, 12h, 7d or 2026-01-31T12:00") from None
+    if parsed.tzinfo is None:
+        parsed = parsed.replace(tzinfo=timezone.utc)
+    return int(parsed.timestamp() * 1e9)
+
+
+def not_empty(text: str) -> str:
+    """Any text but none; see ``moment``."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text

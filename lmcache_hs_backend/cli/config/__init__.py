@@ -1,0 +1,1 @@
+"""``check-config``: would the plugin load with a configuration, and do what is meant?"""

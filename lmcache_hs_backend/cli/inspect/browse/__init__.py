@@ -1,0 +1,1 @@
+"""Looking: one chunk, all of them, and what they share."""

@@ -1,0 +1,152 @@
+"""``lmcache-hs-inspect tree``: which prefixes the sequences share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_hs_backend.cli.arguments import at_least
+from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable
+from lmcache_hs_backend.cli.inspect.nodes import NamespaceForest, grow
+from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, load_tokenizer, namespaces_of, open_path
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, skipped_text
+from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
+from lmcache_hs_backend.format.header import BadChunk
+
+HELP = "show prefixes as a tree, with tokens and bytes of each branch"
+EXAMPLE = """\
+A branch is a run of chunks that all the sequences below it share; the largest come first.
+
+examples:
+  lmcache-hs-inspect tree /mnt/nvme/hs
+  lmcache-hs-inspect tree --config lmcache.yaml --depth 3 --width 5 --tokenizer /models/Qwen3-8B
+"""
+
+_SHOWN_TOKENS = 8
+_SHOWN_TEXT = 48
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path_arguments(parser)
+    parser.add_argument("--namespace", metavar="PREFIX", help="only namespaces whose directory begins with PREFIX")
+    parser.add_argument(
+        "--depth", metavar="N", type=at_least(1), default=4, help="branches below each other (default: 4)"
+    )
+    parser.add_argument(
+        "--width", metavar="N", type=at_least(1), default=8, help="branches beside each other (default: 8)"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="directory with a tokenizer.json: show text, not token ids")
+    add_output_options(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    opened = open_path(args)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    namespaces = namespaces_of(opened, args.namespace)
+    chunks = ChunkStream(opened.reader, namespaces)
+    views = [_TreeView(forest, args.depth, args.width, tokenizer) for forest in grow(chunks.read(), namespaces)]
+    with Output(args) as output:
+        if output.json:
+            trees = [{"namespace": view.forest.namespace.label, **view.whole()} for view in views]
+            output.dump({"cold_path": opened.reader.cold_path, "trees": trees, "skipped": dict(chunks.skipped)})
+            return 0
+        for view in views:
+            output.show(_title(view.forest), style="bold")
+            _print(output, view.whole(), "")
+        if chunks.skipped:
+            output.show(skipped_text(chunks.skipped), style="yellow")
+    return 0
+
+
+class _TreeView:
+    """Turns a forest into what is shown of it."""
+
+    def __init__(self, forest: NamespaceForest, depth: int, width: int, tokenizer: Any) -> None:
+        self.forest = forest
+        self._depth = depth
+        self._width = width
+        self._tokenizer = tokenizer
+
+    def whole(self) -> dict[str, Any]:
+        """From the roots on."""
+        return self._branches(self.forest.roots, 1)
+
+    def _branches(self, positions: Sequence[int], depth: int) -> dict[str, Any]:
+        """The largest of sibling branches, and a summary of the rest."""
+        shown, rest = positions[: self._width], positions[self._width :]
+        result: dict[str, Any] = {"branches": [self._branch(position, depth) for position in shown]}
+        if rest:
+            result["more"] = self._figures(rest)
+        return result
+
+    def _branch(self, first: int, depth: int) -> dict[str, Any]:
+        forest = self.forest
+        run = [first]
+        while len(children := forest.children(run[-1])) == 1:
+            run.append(children[0])
+        node = forest.chunks[first]
+        branch: dict[str, Any] = {
+            "chunk_hash": node.chunk_hash,
+            "start": node.start,
+            "end": forest.chunks[run[-1]].end,
+            "chunks": len(run),
+            "bytes": sum(forest.chunks[position].nbytes for position in run),
+            "sequences": forest.sequences[first],
+            "text": self._text(node.path),
+        }
+        if node.start and forest.parents[first] < 0:
+            branch["orphan"] = True
+        if children and depth < self._depth:
+            branch |= self._branches(forest.largest_first(children), depth + 1)
+        elif children:
+            branch["more"] = self._figures(children)
+        return branch
+
+    def _text(self, path: str) -> str:
+        """How the branch begins: read now, because few branches are shown."""
+        try:
+            header = read_header(FileLayer(), path)
+        except (OSError, BadChunk):
+            return ""
+        ids = list(memoryview(header.token_ids).cast("q")[: _SHOWN_TEXT if self._tokenizer else _SHOWN_TOKENS])
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))[:_SHOWN_TEXT]
+
+    def _figures(self, positions: Sequence[int]) -> dict[str, int]:
+        forest = self.forest
+        return {
+            "branches": len(positions),
+            "chunks": sum(forest.chunks_below[at] for at in positions),
+            "tokens": sum(forest.tokens_below[at] for at in positions),
+            "bytes": sum(forest.bytes_below[at] for at in positions),
+            "sequences": sum(forest.sequences[at] for at in positions),
+        }
+
+
+def _title(forest: NamespaceForest) -> str:
+    stored, whole = forest.stored_tokens, forest.sequence_tokens
+    name = f"{printable(forest.namespace.label)} ({printable(forest.namespace.model)})"
+    return f"{name}: {stored:,} tokens for sequences of {whole:,}, dedup factor {whole / stored:.2f}"
+
+
+def _print(output: Output, level: dict[str, Any], indent: str) -> None:
+    entries = level.get("branches", [])
+    more = level.get("more")
+    for number, branch in enumerate(entries):
+        is_last = number == len(entries) - 1 and not more
+        shared = f", shared by {branch['sequences']:,} sequences" if branch["sequences"] > 1 else ""
+        orphan = ", parent not here" if branch.get("orphan") else ""
+        line = (
+            f"tokens {branch['start']:,} to {branch['end']:,} ({branch['chunks']:,} chunks, "
+            f"{bytes_text(branch['bytes'])}{shared}{orphan})  {branch['chunk_hash'][:12]}  "
+            f"{printable(branch['text'])!r}"
+        )
+        output.line(indent + ("└─ " if is_last else "├─ ") + line)
+        _print(output, branch, indent + ("   " if is_last else "│  "))
+    if more:
+        output.line(
+            f"{indent}└─ {more['branches']:,} more: {more['sequences']:,} sequences, {more['tokens']:,} tokens, "
+            f"{bytes_text(more['bytes'])}"
+        )

@@ -1,0 +1,1 @@
+"""Care: finding what is wrong, setting it aside, and deleting."""

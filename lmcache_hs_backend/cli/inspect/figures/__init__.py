@@ -1,0 +1,1 @@
+"""Figures: how much of what there is, and what the rows look like."""

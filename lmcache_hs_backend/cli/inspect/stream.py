@@ -1,0 +1,159 @@
+"""The chunks of a cold path, one after the other, as all sub-commands go through them.
+
+Streams: names are scanned directory by directory and headers read as they are asked for, so a million chunks take no
+more memory than one, and the first comes at once. Batches of files are shared out among processes, because most of the
+work is Python's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from lmcache_hs_backend.cli.console import time_text
+from lmcache_hs_backend.cli.inspect.workers import in_processes
+from lmcache_hs_backend.format.header import Header
+from lmcache_hs_backend.format.layout import ChunkPath, FoundFile, chunk_files
+from lmcache_hs_backend.format.namespace import NamespaceDirectory
+from lmcache_hs_backend.format.reader import (
+    STATES,
+    ChunkInfo,
+    ColdTierReader,
+    Folder,
+    Place,
+    folders_of,
+    read_files,
+    read_place,
+)
+
+_FILES_AT_A_TIME = 128
+
+
+class ReadableChunk(NamedTuple):
+    """A chunk whose header has been read."""
+
+    file: FoundFile
+    namespace: NamespaceDirectory
+    state: str
+    header: Header
+
+    @property
+    def end(self) -> int:
+        return self.header.meta.start + self.header.meta.num_tokens
+
+    @property
+    def dtype(self) -> str | list[str]:
+        """torch's name; one for each layer where they differ."""
+        return _one_or_all([layer.dtype_name for layer in self.header.layout.layers])
+
+    @property
+    def hidden_dim(self) -> int | list[int]:
+        return _one_or_all([layer.hidden_dim for layer in self.header.layout.layers])
+
+    def record(self) -> dict[str, Any]:
+        """The chunk as ``list --format json`` shows it."""
+        meta = self.header.meta
+        return {
+            "key": meta.key,
+            "chunk_hash": meta.chunk_hash,
+            "parent": meta.parent,
+            "namespace": self.namespace.label,
+            "model": meta.model,
+            "worker_id": self.namespace.worker_id,
+            "start": meta.start,
+            "num_tokens": meta.num_tokens,
+            "layers": [layer.layer_idx for layer in self.header.layout.layers],
+            "dtype": self.dtype,
+            "hidden_dim": self.hidden_dim,
+            "bytes": self.file.size,
+            "path": self.file.path,
+            "created_at": meta.created_at,
+            "accessed_at": time_text(self.file.mtime_ns),
+            "state": self.state,
+        }
+
+
+_V = TypeVar("_V", str, int)
+
+
+def _one_or_all(values: list[_V]) -> _V | list[_V]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+class ChunkStream:
+    """Goes through a cold path.
+
+    Attributes:
+        skipped: How much could not be read, by reason; a directory counts as one.
+        refused: The directories among them: namespace, path, why.
+    """
+
+    def __init__(
+        self, reader: ColdTierReader, namespaces: Sequence[NamespaceDirectory], states: Sequence[str] = STATES
+    ) -> None:
+        self.reader = reader
+        self.namespaces = namespaces
+        self.skipped: Counter[str] = Counter()
+        self.refused: list[tuple[NamespaceDirectory, str, str]] = []
+        self._states = states
+
+    def places(self) -> Iterator[Place]:
+        """Where there are chunk files, by their names alone."""
+        for folder, files in self._listed():
+            for file in files:
+                yield Place(folder.namespace, folder.state, file)
+
+    def read(self) -> Iterator[ReadableChunk]:
+        """Every chunk that can be read, in the order of the directories, without its token ids."""
+        for chunk in in_processes(_read_batch, self._batches()):
+            if isinstance(chunk, ReadableChunk):
+                yield chunk
+            else:
+                self.skipped[chunk] += 1
+
+    def _batches(self) -> Iterator[tuple[Folder, list[ChunkPath]]]:
+        for folder, files in self._listed():
+            for first in range(0, len(files), _FILES_AT_A_TIME):
+                yield folder, files[first : first + _FILES_AT_A_TIME]
+
+    def _listed(self) -> Iterator[tuple[Folder, list[ChunkPath]]]:
+        for namespace in self.namespaces:
+            for state in self._states:
+                try:
+                    folders = folders_of(namespace, state)
+                except OSError as error:
+                    self._refuse(namespace, namespace.root(state), error)
+                    continue
+                for folder in folders:
+                    try:
+                        files = chunk_files(folder.path)
+                    except OSError as error:
+                        self._refuse(namespace, folder.path, error)
+                        continue
+                    yield folder, files
+
+    def _refuse(self, namespace: NamespaceDirectory, path: str, error: OSError) -> None:
+        self.refused.append((namespace, path, str(error.strerror)))
+        self.skipped["unreadable"] += 1
+
+
+def _read_batch(batch: tuple[Folder, list[ChunkPath]]) -> list[ReadableChunk | str]:
+    return [_readable(info) for info in read_files(*batch, brief=True)]
+
+
+def look_at(place: Place) -> ReadableChunk | str:
+    """The chunk in a file, token ids included, or why there is none, in one word."""
+    return _readable(read_place(place))
+
+
+def _readable(info: ChunkInfo) -> ReadableChunk | str:
+    if info.header is None:
+        return info.reason
+    return ReadableChunk(info.file, info.namespace, info.state, info.header)
+
+
+def skipped_text(skipped: Mapping[str, int]) -> str:
+    """``2 skipped (size 1, vanished 1)``."""
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
+    return f"{sum(skipped.values()):,} skipped ({reasons})"
