@@ -197,6 +197,9 @@ def read_open_header(
     """``read_header`` of a file of ``size`` bytes that is open.
 
     Args:
+        files: The system calls.
+        fd: The open file.
+        size: Its bytes.
         expected: A layout that the file probably has; see ``parse_header``.
         brief: Check the token ids, and leave them and the digests out.
     """

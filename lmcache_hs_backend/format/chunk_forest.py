@@ -20,13 +20,24 @@ class Linked(Protocol):
     """What ``by_hash`` has to know of a chunk."""
 
     @property
-    def chunk_hash(self) -> str: ...
+    def chunk_hash(self) -> str:
+        """Of the chunk itself."""
+        ...
+
     @property
-    def parent_hash(self) -> str: ...
+    def parent_hash(self) -> str:
+        """Of the chunk before it, empty for a first one."""
+        ...
+
     @property
-    def start(self) -> int: ...
+    def start(self) -> int:
+        """Its first token."""
+        ...
+
     @property
-    def end(self) -> int: ...
+    def end(self) -> int:
+        """The token after its last one."""
+        ...
 
 
 C = TypeVar("C")

@@ -231,7 +231,7 @@ def parse_preamble(preamble: bytes | memoryview, file_size: int, expected: FileL
 
 
 def _without_padding(text: bytes) -> bytes:
-    """The JSON without the spaces after it. (``rstrip`` takes as long for them as the parser for the JSON.)"""
+    """The JSON without the spaces after it. ``rstrip`` takes as long for them as the parser for the JSON."""
     end = text.rfind(b"}") + 1
     return text[:end] if text[end:] == b" " * (len(text) - end) else text
 

@@ -113,10 +113,12 @@ class NamespaceDirectory:
 
     @property
     def model(self) -> str:
+        """Name of the model."""
         return str(self.record.get("model", ""))
 
     @property
     def worker_id(self) -> Any:
+        """Rank of the process that wrote it."""
         return self.record.get("worker_id")
 
     def root(self, state: str) -> str:
