@@ -211,6 +211,8 @@ def run(job: Job, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
         if job.wanted - job.done:
             runner.check_room()
             backend = start()
+            if job.encoder.max_tokens != backend.max_model_len - 1:
+                runner = _Runner(job, _count_again(job, backend.max_model_len))
             runner.go(backend)
             backend.close()
             runner.await_records()
@@ -226,6 +228,17 @@ def run(job: Job, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
         if backend is not None:
             backend.abandon()
         raise
+
+
+def _count_again(job: Job, max_model_len: int) -> Estimate:
+    """The model takes another length than its config says: other rows are too long, or are cut to another length."""
+    job.view.warn(f"the model runs with max_model_len {max_model_len:,}; the rows are counted again")
+    job.encoder.max_tokens = max_model_len - 1
+    job.wanted.clear()
+    job.bad.clear()
+    estimate = survey(job)
+    write_rejected(job)
+    return estimate
 
 
 class _Runner:
@@ -256,7 +269,6 @@ class _Runner:
 
     def go(self, backend: Backend) -> None:
         """Give the backend rows while there is room for them, until all have ended."""
-        self._job.encoder.max_tokens = backend.max_model_len - 1
         self._started = time.monotonic()
         requests = self._requests(backend.max_model_len)
         request = next(requests, None)

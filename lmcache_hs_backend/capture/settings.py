@@ -83,7 +83,7 @@ class Settings:
     @property
     def answer_tokens(self) -> int:
         """The longest answer, in tokens."""
-        return int(self.sampling.get("max_tokens", 512))
+        return int(self.sampling["max_tokens"])
 
     @property
     def max_model_len(self) -> int | None:
@@ -149,6 +149,9 @@ def load(
             config["connector"][name] = options[name]
     if "max_tokens" in options:
         config["sampling"]["max_tokens"] = options["max_tokens"]
+    most = config["sampling"]["max_tokens"]
+    if type(most) is not int or most < 1:
+        raise CaptureError(f"{where}: sampling.max_tokens is {most!r}, but must be a number of tokens, at least 1")
     config["connector"]["cold_path"] = os.path.abspath(os.path.expanduser(str(config["connector"]["cold_path"])))
     try:
         tiers = ConnectorSettings.from_connector(config["connector"])

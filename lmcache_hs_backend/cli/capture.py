@@ -209,7 +209,7 @@ def _figure_lines(said: dict[str, Any], rejected: str | None) -> Iterator[str]:
         f"{said['bad']:,} bad",
     ]
     if said["cut"]:
-        parts.append(f"{said['cut']:,} cut to {said['max_model_len']:,} - 1 tokens")
+        parts.append(f"{said['cut']:,} cut to {said['max_model_len'] - 1:,} tokens")
     if said["without_loss"]:
         parts.append(f"{said['without_loss']:,} with no token to train on")
     yield f"{said['rows']:,} rows: {', '.join(parts)}"

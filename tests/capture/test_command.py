@@ -127,11 +127,17 @@ def test_the_serve_command_gives_every_word_back(smollm2: str, tmp_path: Path, c
         (["MODEL", "x", "--layers", "2,31"], "layer 31 does not exist: the model has 30 layers"),
         (["MODEL", "x", "--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
         (["MODEL", "x", "--max-cold-size", "0"], "max_cold_size"),
+        (["MODEL", "x", "--config", "BAD"], "sampling.max_tokens is 'many', but must be a number of tokens"),
         (["MODEL", "x", "--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(smollm2: str, capsys: Any, words: list[str], reason: str) -> None:
-    assert main([*(smollm2 if word == "MODEL" else word for word in words), "--dry-run"]) == 1
+def test_what_cannot_be_done_is_one_line(
+    smollm2: str, tmp_path: Path, capsys: Any, words: list[str], reason: str
+) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("sampling: {max_tokens: many}")
+    names = {"MODEL": smollm2, "BAD": str(bad)}
+    assert main([*(names.get(word, word) for word in words), "--dry-run"]) == 1
     error = capsys.readouterr().err
     assert reason in error
     assert error.startswith("lmcache-hs-capture: error: ")
@@ -223,6 +229,26 @@ def test_the_servers_own_words_are_shown(smollm2: str, tmp_path: Path, capsys: A
     with server(smollm2, complete) as url:
         assert main([smollm2, data, "--server", url, "--cold-path", str(tmp_path / "c")]) == 1
     assert f"{data}, line 1, failed: HTTP 500: EngineCore encountered an issue." in capsys.readouterr().err
+
+
+def test_rows_are_cut_to_what_the_server_takes_not_to_what_the_config_says(
+    smollm2: str, tmp_path: Path, capsys: Any
+) -> None:
+    asked: list[Any] = []
+
+    def complete(handler: Any, body: Any) -> tuple[int, Any]:
+        asked.append(body)
+        return 200, {"usage": {"total_tokens": 9}}
+
+    data = write(tmp_path / "a.jsonl", [chat("The tide comes in. " * 200, "b")])
+    with server(smollm2, complete) as url:
+        main([smollm2, data, "--server", url, "--cold-path", str(tmp_path / "c"), "--too-long", "cut"])
+        assert "max_model_len 512; the rows are counted again" in capsys.readouterr().err
+        assert len(asked[0]["prompt"]) == 511
+        assert asked[0]["kv_transfer_params"]["hidden_states_record"]["cut_from"] > 511
+        main([smollm2, data, "--server", url, "--cold-path", str(tmp_path / "c")])
+    assert len(asked) == 1
+    assert "max_model_len 512" in (tmp_path / "c" / "rejected.jsonl").read_text()
 
 
 def test_another_model_is_refused(smollm2: str, tmp_path: Path, capsys: Any) -> None:
