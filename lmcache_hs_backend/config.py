@@ -80,7 +80,10 @@ def directory(value: Any) -> str:
     """Parses the path of a directory: absolute, with ``~`` expanded. Whether it is one is not looked at."""
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError("the path of a directory")
-    return os.path.abspath(os.path.expanduser(value))
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        raise ValueError("the path of a directory; there is no home directory of that name")
+    return os.path.abspath(expanded)
 
 
 def _mode(value: Any) -> int:
@@ -101,8 +104,18 @@ def _text(value: Any) -> str | None:
 
 
 def default_cold_path() -> str:
-    """``lmcache-hs`` in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    """``lmcache-hs`` in the user's cache directory. Raises ConfigError where there is none.
+
+    Relative paths in the environment are ignored, as the XDG specification says: they would depend on where a service
+    is started.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):
+        raise ConfigError(
+            f"cold_path is not set, and user {os.geteuid()} has no home directory for its default: set cold_path"
+        )
     return os.path.join(base, "lmcache-hs")
 
 

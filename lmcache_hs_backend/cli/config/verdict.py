@@ -14,12 +14,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.config.lmcache_settings import DEFAULT, Loaded, LoadError, load, variable
+from lmcache_hs_backend.cli.config.lmcache_settings import (
+    ALIASES,
+    DEAD_ALIASES,
+    DEFAULT,
+    DEFAULTS,
+    Loaded,
+    LoadError,
+    load,
+    variable,
+)
 from lmcache_hs_backend.config import (
     GIB,
     LOADER_KEYS,
     ConfigError,
     TieredConfig,
+    default_cold_path,
     hot_tier_bytes,
     plugin_names,
 )
@@ -220,17 +230,27 @@ def _resolve(verdict: Verdict, loaded: Loaded, extra: dict[str, Any], name: str)
     prefix = f"storage_plugin.{name}."
     source = loaded.sources["extra_config"]
     good = {}
+    cold_path = f"{prefix}cold_path"
+    home: dict[str, Any] = {}
+    try:
+        default_cold_path()
+    except ConfigError as error:
+        home = {cold_path: "/"}  # the others are judged all the same
+        if cold_path not in extra:
+            verdict.problems.append(Problem(f"extra_config['{cold_path}']", str(error)))
+    wrong: dict[str, Any] = {}
     for key, value in extra.items():
         setting = key.removeprefix(prefix)
         if not key.startswith(prefix) or setting in LOADER_KEYS:
             continue
         try:
-            TieredConfig.from_extra_config({key: value}, name)
+            TieredConfig.from_extra_config({**home, key: value}, name)
         except ConfigError as error:
             verdict.problems.append(Problem(f"extra_config['{key}']", str(error)))
+            wrong[setting] = value
         else:
             good[key] = value
-    config = TieredConfig.from_extra_config(good, name)
+    config = TieredConfig.from_extra_config({**home, **good}, name)
     if not any(problem.key.startswith(f"extra_config['{prefix}") for problem in verdict.problems):
         verdict.config = config
     for our in dataclasses.fields(TieredConfig):
@@ -238,6 +258,8 @@ def _resolve(verdict: Verdict, loaded: Loaded, extra: dict[str, Any], name: str)
         value = getattr(config, our.name)
         if our.name == "cold_dir_mode":
             value = f"{value:04o}"
+        if our.name in wrong:
+            value, where = f"{wrong[our.name]!r} is wrong", source
         verdict.settings.append(Setting(our.name, value, where, our.metadata["doc"]))
     for theirs, doc in _THEIRS.items():
         verdict.settings.append(Setting(theirs, loaded[theirs], loaded.sources[theirs], doc))
@@ -307,8 +329,46 @@ def _advice(loaded: Loaded, env: Mapping[str, str], extra: Mapping[str, Any]) ->
             "LMCache keeps KV in CPU memory only, and with on_kv_gone: delete the cold tier never holds more chunks "
             "than that; give LMCache a disk tier (local_disk), or set on_kv_gone to archive",
         )
+    yield from _place_of_files(extra, f"storage_plugin.{_our_name(loaded, extra)}.")
+    known = {variable(key) for key in (*DEFAULTS, *ALIASES, *DEAD_ALIASES)} | _OTHER_VARIABLES
+    for key in sorted(env):
+        if key.startswith("LMCACHE_") and key not in known:
+            yield Problem(key, f"{key} is in the environment, and nothing reads it; settings of the plugin go into "
+                               f"{variable('extra_config')}")  # fmt: skip
     if loaded["remote_config_url"]:
         yield Problem("remote_config_url", "settings fetched from remote_config_url at start are not seen here")
+
+
+def _place_of_files(extra: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
+    """Cold paths that are probably not where they were meant to be, and limits that the disk cannot hold today."""
+    key, given = f"extra_config['{prefix}cold_path']", extra.get(f"{prefix}cold_path")
+    if isinstance(given, str) and given.strip() and given.strip()[0] not in "/~":
+        yield Problem(key, f"{key} is {given!r}, a relative path: it depends on where each process is started")
+    try:
+        config = TieredConfig.from_mapping(
+            {name: extra[prefix + name] for name in ("cold_path", "max_cold_size") if prefix + name in extra}, str
+        )
+    except ConfigError:  # a problem already
+        return
+    existing = config.cold_path
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    top = "/" + config.cold_path.strip("/").split("/")[0]
+    if existing == "/" and not os.path.exists(top):
+        where = f"{config.cold_path} would be created on the root filesystem"
+        yield Problem(key, f"{top} does not exist: {where}; is it mounted?")
+    disk = os.statvfs(existing)
+    free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    if free < config.max_cold_bytes <= total:
+        limit = f"extra_config['{prefix}max_cold_size']"
+        yield Problem(limit, f"{limit} is {config.max_cold_size:g}, but {free / GIB:.3g} GB are free at {existing}")
+
+
+#: Read by LMCache, vLLM or us elsewhere than in LMCache's configuration.
+_OTHER_VARIABLES = {
+    "LMCACHE_CONFIG_FILE", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_DEBUG",
+    "LMCACHE_LOG_FILE", "LMCACHE_LOG_FORMAT",
+}  # fmt: skip
 
 
 def _nobodys(extra: Mapping[str, Any], ours: str, plugins: Sequence[str]) -> Iterator[Problem]:

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="delete until no more than this is left: GB, or with a unit such as 500MB (default: max_cold_size of "
         "--config, without it no limit)",
     )  # fmt: skip
+    parser.add_argument("--quarantine", action="store_true", help="delete what is in quarantine")
     add_removal_arguments(parser)
     add_output_options(parser)
 
@@ -63,11 +64,11 @@ def execute(args: argparse.Namespace) -> int:
     kept: list[_File] = []
     chunks = ChunkStream(opened.reader, free)
     for item in _files(chunks):
-        _, file, namespace = item
-        why = ""
+        kind, file, namespace = item
+        why = "quarantined" if args.quarantine and kind is FileClass.QUARANTINED else ""
         if args.keep and not any(namespace.label.startswith(prefix) for prefix in args.keep):
             why = "other namespace"
-        elif args.expired is not None and file.mtime_ns < args.expired:
+        elif not why and args.expired is not None and file.mtime_ns < args.expired:
             why = "expired"
         if why:
             deletions.append(Deletion(file.path, file.size, namespace, why))
