@@ -32,7 +32,7 @@ from benchmarks.sizes import SIZES
 
 #: In the order of their value: when time is short, the last are left out with --only.
 SUBJECTS = (
-    "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
+    "callers", "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
     "threads", "space", "cost",
 )  # fmt: skip
 THREADS = 2  # of torch: the figures are for two cores

@@ -10,6 +10,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallerCase:
+    """One way in which a caller makes small calls; see subjects.callers."""
+
+    hidden: int
+    chunks: int
+    layers: int = 3
+    threads: int = 1
+    busy: bool = False
+    paced: bool = True
+    room: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Size:
     """``*_chunks`` and ``*_hidden`` describe prompts: chunks of ``chunk`` tokens, rows of ``hidden`` values."""
 
@@ -37,6 +50,8 @@ class Size:
     latency_calls: int = 100  # per block
     latency_chunks: int = 4  # per call
     layer_cases: tuple[tuple[int, int], ...] = ((64, 576), (8, 576), (8, 4096), (1, 4096))  # (chunks, hidden)
+    caller_cases: tuple[CallerCase, ...]
+    caller_steps: int = 40
     threads: tuple[int, ...] = (1, 4, 16)
     thread_chunks: int = 8
     thread_calls: int = 24  # per round, over all threads
@@ -53,15 +68,30 @@ _SWEEP = (
     *((chunks, hidden, layers, "bfloat16") for hidden in (576, 4096) for layers in (4, 8) for chunks in (1, 16)),
 )
 
+_CALLER_SIZES = ((576, 1), (576, 4), (576, 16), (2048, 1), (2048, 4), (2048, 16), (3584, 4))
+_CALLERS = (
+    *(
+        CallerCase(hidden=hidden, chunks=chunks, busy=busy)
+        for busy in (False, True)
+        for hidden, chunks in _CALLER_SIZES
+    ),
+    *(CallerCase(hidden=hidden, chunks=chunks, layers=1) for hidden, chunks in _CALLER_SIZES),
+    *(CallerCase(hidden=hidden, chunks=chunks, threads=2) for hidden, chunks in _CALLER_SIZES),
+    *(CallerCase(hidden=hidden, chunks=chunks, paced=False) for hidden, chunks in _CALLER_SIZES),
+    *(CallerCase(hidden=hidden, chunks=4, room=False, busy=busy) for hidden in (576, 2048) for busy in (False, True)),
+)
+
 SIZES = {
     size.name: size
     for size in (
-        Size(name="full", rounds=15, cases=_SWEEP),
+        Size(name="full", rounds=15, cases=_SWEEP, caller_cases=_CALLERS),
         Size(
             name="quick",
             rounds=3,
             chunks=32,
             cases=((1, 4096, 1, "bfloat16"), (16, 576, 1, "float32"), (4, 576, 4, "bfloat16")),
+            caller_cases=(CallerCase(hidden=576, chunks=4), CallerCase(hidden=2048, chunks=1, busy=True)),
+            caller_steps=10,
             kept_results=20,
             demoted_chunks=32,
             demote_rounds=2,
@@ -87,6 +117,8 @@ SIZES = {
             chunks=4,
             hidden=128,
             cases=((1, 128, 1, "float32"), (2, 128, 4, "bfloat16")),
+            caller_cases=(CallerCase(hidden=128, chunks=2), CallerCase(hidden=128, chunks=1, busy=True, room=False)),
+            caller_steps=4,
             kept_results=4,
             depths=(1, 2),
             demoted_chunks=8,
