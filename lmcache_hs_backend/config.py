@@ -169,6 +169,9 @@ class TieredConfig:
         choice_of("held", "new"),
         "what a store returns: the chunks of its range that hold the layer, or those that newly do, as LMCache's own",
     )
+    touch_memory: bool = setting(
+        True, boolean, "touch the hot tier's memory in the background from the start, so that no store waits for it"
+    )
     close_timeout_sec: float = setting(4.0, number(0), "seconds that close() may take to write dirty chunks")
 
     @property

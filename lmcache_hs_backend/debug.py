@@ -83,6 +83,7 @@ class MemoryUse:
     ready: int  # free, or of chunks that are evictable
     reach: int  # the end of the last slot in use
     idle_buffers: int
+    touched: int  # of mapped, provided by the kernel ahead of its use
 
 
 class Question(NamedTuple):
@@ -144,7 +145,12 @@ class StoreDebug:
             slots = [slot for entry in state.entries.values() for slot in entry.hot.values()]
             reach = max((slot.offset + slot.nbytes for slot in slots), default=0)
             return MemoryUse(
-                core.arena.mapped_bytes, state.free_list.used_bytes, state.ready_bytes, reach, core.pool.idle_bytes
+                core.arena.mapped_bytes,
+                state.free_list.used_bytes,
+                state.ready_bytes,
+                reach,
+                core.pool.idle_bytes,
+                core.arena.touched_bytes,
             )
 
     @contextlib.contextmanager

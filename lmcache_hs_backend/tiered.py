@@ -48,6 +48,7 @@ from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
 from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
 from lmcache_hs_backend.tiers.flows.store import Store
+from lmcache_hs_backend.tiers.flows.touch import touch_first, touch_rest
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
 from lmcache_hs_backend.tiers.state import making_room, reading
@@ -108,6 +109,7 @@ class TieredStore:
             self.directory = namespace.directory
             core.disk = opening.on_io_thread(lambda: ChunkFiles(config, namespace, self.metrics, files))
             opening.on_io_thread(lambda: opening.fit_limits(core))
+            opening.on_io_thread(lambda: touch_first(core))
         except BaseException:
             end_threads(core, io, self._background, time.monotonic() + 1.0)
             if self._namespace is not None:
@@ -126,6 +128,7 @@ class TieredStore:
         self._background.every(TICK_SEC, self._chores.tick)
         self._background.every(_PUBLISH_SEC, lambda: publish(core))
         self._closing = Closing(core, io, self._background, namespace)
+        touch_rest(core)
         _open_stores.add(self)
 
     def _start_threads(self, capacity: int, ask: AskPresence, setting: Callable[[str], str]) -> None:

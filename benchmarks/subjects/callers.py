@@ -20,7 +20,7 @@ import torch
 from benchmarks.context import Context
 from benchmarks.figures import Result, Spread, Table
 from benchmarks.sizes import CallerCase
-from benchmarks.workload import Stores, expect, new_prompt, random_rows
+from benchmarks.workload import Stores, expect, new_prompt, random_rows, wait_until
 
 TITLE = "Small calls, as a serving worker makes them"
 
@@ -78,6 +78,8 @@ def _steps(
     stores: Stores, case: CallerCase, layers: dict[int, torch.Tensor], tokens: int, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of each side's stores and retrieves, step by step in turns, the first few left out."""
+    use = stores.ours.debug.memory
+    wait_until(lambda: use().touched in (0, use().mapped), 60)  # in a pool that is older than a second
     stored: dict[str, list[float]] = {side: [] for side in _SIDES}
     retrieved: dict[str, list[float]] = {side: [] for side in _SIDES}
     for number in range(steps):

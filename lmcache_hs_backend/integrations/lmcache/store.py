@@ -12,12 +12,13 @@ logged, counted in ``errors_internal``, and looks like a miss.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -66,6 +67,14 @@ def _never_the_engines_trouble(fallback: Callable[[], Any]) -> Callable[[Callabl
     return decorate
 
 
+class _HashedPrompt(NamedTuple):
+    """A prompt whose chunks are known; never changed, so threads may share it."""
+
+    ids: bytes
+    request_configs: dict[str, Any] | None
+    refs: list[ChunkRef]
+
+
 class TieredHiddenStateStore:
     """Hidden states of the chunks of one engine, in the place of ``engine.hidden_state_store``. Thread-safe.
 
@@ -88,6 +97,7 @@ class TieredHiddenStateStore:
         settings = TieredConfig.from_extra_config(config.extra_config, plugin)
         capacity = hot_tier_bytes(config.max_hidden_state_cpu_size)
         self._token_database = token_database
+        self._last_prompt: _HashedPrompt | None = None
         self._allowed = None if config.hidden_state_layers is None else frozenset(config.hidden_state_layers)
         self._presence = KvPresence(bool(config.use_layerwise), settings.kv_presence_timeout_ms / 1000)
         self.tiers = TieredStore(
@@ -353,14 +363,22 @@ class TieredHiddenStateStore:
         self.tiers.prefetch(self.refs(token_ids, ids, request_configs), layer_idxs)
 
     def refs(self, token_ids: TokenIds, ids: bytes, request_configs: dict[str, Any] | None) -> list[ChunkRef]:
-        """The chunks of a prompt, whose token ids are ``ids`` as bytes, under LMCache's keys."""
+        """The chunks of a prompt, whose token ids are ``ids`` as bytes, under LMCache's keys.
+
+        The layers of a prompt come one call after the other, so the last prompt is not hashed again.
+        """
+        last = self._last_prompt
+        if last is not None and last.ids == ids and last.request_configs == request_configs:
+            return last.refs
         # LMCache hashes a list in half the time that a tensor takes.
         if isinstance(token_ids, torch.Tensor):
             token_ids = token_ids.tolist()
         elif not isinstance(token_ids, list):
             token_ids = list(token_ids)
         chunks = self._token_database.process_tokens(tokens=token_ids, request_configs=request_configs)
-        return chunk_refs(((start, end, key.to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids)
+        refs = chunk_refs(((start, end, key.to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids)
+        self._last_prompt = _HashedPrompt(ids, copy.deepcopy(request_configs), refs)
+        return refs
 
     def _name_of_hash(self, chunk_hash: int) -> bytes:
         return key_name(self._token_database._make_key_by_hash(chunk_hash))

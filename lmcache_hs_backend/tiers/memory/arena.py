@@ -18,6 +18,9 @@ from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def map_memory(nbytes: int, *, huge: bool = True) -> memoryview:
@@ -47,6 +50,7 @@ class Arena:
         """Raises OSError, ValueError or OverflowError when so many bytes cannot be mapped."""
         self.capacity = capacity
         self.pinned = False
+        self.touched_bytes = 0  # from the start on; see touch
         self._view = map_memory(capacity)
         with torch.inference_mode(False):  # a store that is opened, or first used, within it shall not be bound to it
             self._base = torch.frombuffer(self._view, dtype=torch.uint8)
@@ -73,6 +77,22 @@ class Arena:
         self._typed.clear()
         self._base = torch.empty(0, dtype=torch.uint8)
         self._view = memoryview(b"")
+
+    def touch(self, nbytes: int) -> bool:
+        """Have the kernel provide the next ``nbytes`` that were never used, without a change of their contents.
+
+        The first use of memory costs a page fault, ten times what the copy into it takes. Releases the GIL meanwhile.
+        Returns False when all of it is touched, or the kernel (before Linux 5.14) cannot do it.
+        """
+        base = self._base  # keeps the mapping, should it be released now
+        end = min(self.touched_bytes + nbytes, base.numel())
+        if self.pinned or end <= self.touched_bytes:
+            return False
+        address = base.data_ptr() + self.touched_bytes
+        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(end - self.touched_bytes), _MADV_POPULATE_WRITE):
+            return False
+        self.touched_bytes = end
+        return True
 
     @property
     def mapped_bytes(self) -> int:
