@@ -47,6 +47,9 @@ KINDS = {
     "namespace": "a namespace.json that this program cannot use",
 }
 
+#: These are harmless, and no reason for exit status 1.
+NOTES = ("orphan",)
+
 #: A write takes seconds. What is younger than this may be in the hands of an engine that we cannot see.
 _IN_FLIGHT_SEC = 600
 _READERS = 4

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import Any
 
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable
-from lmcache_hs_backend.cli.inspect.care.verifier import KINDS, Finding, Verifier, summary
+from lmcache_hs_backend.cli.inspect.care.verifier import KINDS, NOTES, Finding, Verifier, summary
 from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, open_path
 
 HELP = "check every chunk file, every checksum and every chain"
@@ -15,7 +16,8 @@ EXAMPLE = (
     + "".join(f"  {kind:11} {meaning}\n" for kind, meaning in KINDS.items())
     + """
 Changes nothing without --fix, which moves bad files to the quarantine of their namespace and deletes nothing. Safe
-beside a running engine. Exit status 1 when something is wrong, and with --fix when something still is.
+beside a running engine. Exit status 1 when something is wrong, and with --fix when something still is; orphans are a
+note.
 
 examples:
   lmcache-hs-inspect verify /mnt/nvme/hs
@@ -45,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
             findings += verifier.check_chains(advance)
         findings = [finding for finding in findings if finding.kind not in args.ignore]
         done = _fix(findings) if args.fix else [(finding, False, "") for finding in findings]
-        left = sum(not dealt_with for _, dealt_with, _ in done)
+        left = sum(not dealt_with for finding, dealt_with, _ in done if finding.kind not in NOTES)
         if output.json:
             output.dump(_as_json(opened.reader.cold_path, verifier, done, left))
         else:
@@ -89,9 +91,17 @@ def _as_json(path: str, verifier: Verifier, done: Done, left: int) -> dict[str, 
 
 
 def _print(output: Output, verifier: Verifier, done: Done, left: int, *, fixing: bool) -> None:
+    orphans = Counter(finding.namespace.label for finding, _, _ in done if finding.kind in NOTES and finding.namespace)
+    done = [item for item in done if item[0].kind not in NOTES]
     for finding, dealt_with, action in done:
         line = f"{finding.kind:11} {printable(finding.path)}: {printable(finding.detail)}"
         output.show(line + (f" -> {printable(action)}" if action else ""), style="green" if dealt_with else "red")
+    for label, count in orphans.items():
+        output.show(
+            f"note: {count:,} branches in {printable(label)} have no parent on disk; they are served again when it has "
+            "been stored (--format json names them)",
+            style="yellow",
+        )
     for namespace in verifier.unjudged:
         output.show(
             f"note: {namespace.label} is in use: some chunks have no parent on disk, which may be in RAM still",
