@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 GIB = 1024**3
+
+#: The value of ``shared_url`` without a shared tier.
+OFF = "off"
+_URL = re.compile(r"(s3|gs|az|file)://.+")
 
 #: The two keys by which LMCache finds the class; they stand beside the settings under the same prefix.
 LOADER_KEYS = ("module_path", "class_name")
@@ -103,6 +109,33 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def checked_url(url: str) -> str:
+    """A URL of objects, without a slash at its end. The ValueError that it raises says what is allowed."""
+    if not _URL.fullmatch(url):
+        raise ValueError("a URL such as 's3://bucket/prefix', 'gs://…', 'az://…' or 'file:///directory'")
+    if url.startswith("file://") and not url.startswith("file:///"):
+        raise ValueError("'file://' followed by an absolute path, so three slashes")
+    return url.rstrip("/")
+
+
+def _shared_url(value: Any) -> str:
+    if value is None or value is False or str(value).strip().lower() in ("", "off"):  # YAML reads a bare off as false
+        return OFF
+    return checked_url(str(value))
+
+
+def _options(value: Any) -> dict[str, Any]:
+    allowed = "a table of obstore's options, such as {endpoint: 'http://host:9000', region: us-east-1}"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(allowed) from None
+    if not isinstance(value, Mapping) or not all(isinstance(part, str | int | float | bool) for part in value.values()):
+        raise ValueError(allowed)
+    return {str(key): part for key, part in value.items()}
+
+
 def default_cold_path() -> str:
     """``lmcache-hs`` in the user's cache directory. Raises ConfigError where there is none.
 
@@ -173,6 +206,34 @@ class TieredConfig:
         True, boolean, "touch the hot tier's memory in the background from the start, so that no store waits for it"
     )
     close_timeout_sec: float = setting(4.0, number(0), "seconds that close() may take to write dirty chunks")
+
+    shared_url: str = setting(
+        OFF,
+        _shared_url,
+        "where the shared tier is: s3://bucket/prefix, gs://…, az://… or file:///directory; off: none",
+    )
+    shared_access: str = setting("both", choice_of("both", "read", "write"), "what is done with the shared tier")
+    shared_write: str = setting(
+        "all",
+        choice_of("all", "reused"),
+        "which chunks are uploaded: all, or those that were served at least once",
+    )
+    shared_read_sec: float = setting(
+        2.0, number(0, above=True), "seconds that a retrieve may wait for the shared tier, at most"
+    )
+    shared_options: Mapping[str, Any] = setting(
+        dict, _options, "obstore's options for shared_url: endpoint, region, … Keys come from AWS_* and the like too"
+    )
+
+    @property
+    def has_shared_tier(self) -> bool:
+        """Whether ``shared_url`` names one."""
+        return self.shared_url != OFF
+
+    @property
+    def uploads(self) -> str:
+        """Which chunks are uploaded, as in ``shared_write``; empty: none."""
+        return self.shared_write if self.has_shared_tier and self.shared_access != "read" else ""
 
     @property
     def max_cold_bytes(self) -> int:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,9 @@ from lmcache_hs_backend.tiers.state.checking import check
 from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from lmcache_hs_backend.tiers.flows.share import Share
 
 _PUBLISH_SEC = 1.0
 
@@ -98,6 +101,7 @@ class TieredStore:
         self.ident = ident
         self.metrics = Metrics(labels)
         files = files or FileLayer()
+        share = self._shared_tier(capacity, setting)
         self._start_threads(capacity, ask, setting)
         core, io = self._core, self._io
         executor = IoExecutor(io)
@@ -129,6 +133,7 @@ class TieredStore:
         self._background.every(_PUBLISH_SEC, lambda: publish(core))
         self._closing = Closing(core, io, self._background, namespace)
         touch_rest(core)
+        self._share = core.share = share(core, self._store) if share is not None else None
         _open_stores.add(self)
 
     def _start_threads(self, capacity: int, ask: AskPresence, setting: Callable[[str], str]) -> None:
@@ -150,6 +155,14 @@ class TieredStore:
             raise ConfigError(
                 f"{setting('io_threads')} is {self.config.io_threads}, but the system starts no more threads: {error}"
             ) from None
+
+    def _shared_tier(self, capacity: int, setting: Callable[[str], str]) -> Callable[[Core, Store], Share] | None:
+        """What starts the shared tier, None when there is none. Raises ConfigError."""
+        if not self.config.has_shared_tier:
+            return None
+        from lmcache_hs_backend.tiers.flows.share import shared_tier  # obstore is imported only where it is used
+
+        return shared_tier(self.config, self.ident, capacity, setting)
 
     @classmethod
     def open(
@@ -250,7 +263,9 @@ class TieredStore:
         if not layer_idxs or not self._enter():
             return {}
         try:
-            return self._retrieve.retrieve(refs, layer_idxs, dtype)
+            if self._share is None:
+                return self._retrieve.retrieve(refs, layer_idxs, dtype)
+            return self._share.retrieve(refs, layer_idxs, dtype, self._retrieve)
         finally:
             self._leave("retrieve_seconds", started)
 
@@ -271,6 +286,8 @@ class TieredStore:
         """Promote what is cold of a prompt's prefix, in the background. None: all layers. Returns at once."""
         if not self._core.closed:
             self._retrieve.prefetch(refs, layer_idxs)
+            if self._share is not None:
+                self._share.prefetch(refs, layer_idxs)
 
     def covered(self, names: Iterable[bytes], layer_idxs: Sequence[int]) -> int:
         """How many chunks, from the first on, have every layer where it can be read. Looks at the index only."""
@@ -462,6 +479,8 @@ class TieredStore:
         Does not ask for KV. Memory that a caller, or an I/O thread in a system call that does not return, still
         uses is freed with its last user.
         """
+        if self._share is not None:
+            self._share.stop()  # what is not uploaded is on disk, and the next start finds it
         self._closing.close()
 
     @property

@@ -20,6 +20,7 @@ from lmcache_hs_backend.tiers.flows.core import Core, all_present
 from lmcache_hs_backend.tiers.flows.gauges import publish
 from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
 from lmcache_hs_backend.tiers.state import leaving
+from lmcache_hs_backend.tiers.state.entries import IN_BUCKET
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Closing:
             losses = Counter(entry.drop_reason for entry in core.state.orders.clean.values() if entry.drop_reason)
             losses["close"] = len(core.state.orders.aging)
         for reason, chunks in losses.items():
-            if chunks:
+            if chunks and reason != IN_BUCKET:
                 core.metrics.loss(reason, chunks)
         ended = end_threads(core, self._io, self._background, max(deadline, time.monotonic() + _STOP_SEC))
         publish(core)

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_hs_backend.chunk import AskPresence, Presence
 from lmcache_hs_backend.config import TieredConfig
@@ -28,6 +29,9 @@ from lmcache_hs_backend.tiers.state import recovering
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 from lmcache_hs_backend.tiers.state.writing import WritePolicy
+
+if TYPE_CHECKING:
+    from lmcache_hs_backend.tiers.flows.share import Share
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ class Core:
 
     #: The cold tier's files. There is none before the namespace is open; no flow starts earlier.
     disk: ChunkFiles
+    #: The flow of the shared tier, when there is one.
+    share: Share | None = None
 
     def __init__(self, config: TieredConfig, capacity: int, ask: AskPresence, metrics: Metrics) -> None:
         """Reserve ``capacity`` bytes for the hot tier. Raises ValueError, OverflowError or OSError."""
@@ -55,7 +61,10 @@ class Core:
         self.recovered = False  # what is on disk is counted: writes may start
         self._recovered_by = time.monotonic() + config.read_timeout_sec
         self.state = TierState(
-            capacity, archive_gone=config.on_kv_gone == "archive", max_cold_bytes=config.max_cold_bytes
+            capacity,
+            archive_gone=config.on_kv_gone == "archive",
+            max_cold_bytes=config.max_cold_bytes,
+            share=config.uploads,
         )
         self.min_free_bytes = config.min_free_bytes
         self.arena = Arena(self.state.free_list.capacity)

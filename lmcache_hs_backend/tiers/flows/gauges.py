@@ -38,4 +38,8 @@ def gauges(core: Core) -> dict[str, float]:
             "slots_stuck": state.jobs.stuck(stuck_since),
             "queue_reads": state.jobs.queued_reads,
             "queue_writes": len(state.orders.aging),
+            "queue_uploads": len(state.orders.to_share),
+            "shared_chunks": len(state.orders.shared),
+            "shared_read_online": int(core.share is not None and core.share.reads_online),
+            "shared_write_online": int(core.share is not None and core.share.writes_online),
         }

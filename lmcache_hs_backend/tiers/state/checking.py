@@ -9,7 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from lmcache_hs_backend.tiers.state.entries import ABSENT, CONFIRMED, KNOWN, LEAVING, UNREAD, ChunkEntry, slot_bytes
+from lmcache_hs_backend.tiers.state.entries import (
+    ABSENT,
+    CONFIRMED,
+    KNOWN,
+    LEAVING,
+    LOCAL,
+    SHARED,
+    UNREAD,
+    ChunkEntry,
+    slot_bytes,
+)
 from lmcache_hs_backend.tiers.state.tier_state import TierState, VictimKind
 
 
@@ -47,6 +57,8 @@ def _problems_of(state: TierState, entry: ChunkEntry) -> Iterator[str]:
         yield f"its file has {entry.size} bytes, its layout {entry.layout.size}"
     if entry.file is LEAVING and not state.jobs.is_busy(entry.name):
         yield "its file is being deleted, and its name is not busy"
+    if entry.share is not LOCAL and entry.file not in (KNOWN, LEAVING):
+        yield f"its file is {entry.file.value}, and it is {entry.share.value}"
     if entry.file is ABSENT and not entry.hot:
         yield "it is in neither tier"
     if not entry.identified and (entry.hot or entry.kv is CONFIRMED or entry.file is KNOWN):
@@ -64,11 +76,15 @@ def _check_orders(state: TierState) -> Iterator[str]:
     to_write = {e.name for e in entries if e.hot and e.dirty and not e.drop_reason}
     evictable = {e.name for e in entries if e.hot and not e.pins and e.name not in to_write}
     deletable = {e.name for e in entries if e.file not in (ABSENT, LEAVING)}
+    known = [e for e in entries if e.file is KNOWN and orders.share]
+    wanted = [e for e in known if orders.share == "all" or (orders.share == "reused" and e.reused)]
     for what, order, expected in (
         ("clean", orders.clean, evictable),
         ("dirty", orders.dirty, to_write),
         ("aging", orders.aging, to_write),
         ("cold", orders.cold, deletable),
+        ("to_share", orders.to_share, {e.name for e in wanted if e.share is LOCAL}),
+        ("shared", orders.shared, {e.name for e in known if e.share is SHARED}),
     ):
         for name in expected - order.keys():
             yield f"chunk {name.hex()} is missing in the order {what!r}"

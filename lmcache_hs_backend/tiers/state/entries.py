@@ -46,6 +46,15 @@ class FileState(Enum):
     LEAVING = "leaving"
 
 
+class ShareState(Enum):
+    """Whether the bucket of the shared tier holds what the file holds. Anything but LOCAL needs a known file."""
+
+    LOCAL = "local"  # not, as far as is known; always so without a shared tier
+    UPLOADING = "uploading"
+    SHARED = "shared"  # it does: the file may leave the disk and nothing is lost
+    REFUSED = "refused"  # the file cannot be uploaded, whatever is tried
+
+
 class KvState(Enum):
     """See the second table above."""
 
@@ -56,6 +65,12 @@ class KvState(Enum):
 #: The members by themselves, for what is done for every chunk: up to Python 3.11 ``FileState.KNOWN`` takes 80 ns.
 ABSENT, UNREAD, KNOWN, LEAVING = FileState
 UNCONFIRMED, CONFIRMED = KvState
+LOCAL, UPLOADING, SHARED, REFUSED = ShareState
+
+#: The ``drop_reason`` of a chunk whose file had to make room while the bucket holds it too: no loss.
+IN_BUCKET = "in_bucket"
+#: Every ``drop_reason`` of a chunk whose file had to make room.
+LEFT_DISK = ("cold_limit", "unshared", IN_BUCKET)
 
 _NO_LAYERS: frozenset[int] = frozenset()
 
@@ -94,10 +109,14 @@ class ChunkEntry:
     layout: FileLayout | None = None  # of its file; set exactly while the file is KNOWN
     digests: bytes = b""  # of its file's preamble and layers (see format.header); empty when not known
     hot: dict[int, Slot] = field(default_factory=dict)
+    share: ShareState = LOCAL
+    reused: bool = False  # it was served (see shared_write)
     metadata: Description | None = None  # what a file says beside the rows; kept while there are rows in RAM
     # Layers recovered from disk that no store has been answered for yet: their first store counts as new.
     unacknowledged: frozenset[int] = _NO_LAYERS
-    drop_reason: str = ""  # why the disk does not keep its rows, one of metrics.DROPS: it may leave RAM unwritten
+    drop_reason: str = (
+        ""  # why the disk does not keep its rows, one of metrics.DROPS or IN_BUCKET: it may leave RAM unwritten
+    )
     pins: int = 0  # readers and writers of its slots
     generation: Generation = field(default_factory=Generation)
     removed: bool = False  # from the index, alone; see dropped

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from lmcache_hs_backend.chunk import LayerSpec
-from lmcache_hs_backend.tiers.state.entries import KNOWN, LEAVING, UNREAD, ChunkEntry, Slot, slot_bytes
+from lmcache_hs_backend.tiers.state.entries import (
+    IN_BUCKET,
+    KNOWN,
+    LEAVING,
+    LEFT_DISK,
+    SHARED,
+    UNREAD,
+    ChunkEntry,
+    Slot,
+    slot_bytes,
+)
 from lmcache_hs_backend.tiers.state.tier_state import TierState, Victim, VictimKind
 
 #: A layer of a chunk that needs a slot, and of how many bytes.
@@ -79,7 +89,7 @@ def evict_oldest(state: TierState) -> bool:
 def evict(state: TierState, entry: ChunkEntry) -> None:
     """A clean chunk leaves RAM; one that the disk does not keep is lost with that."""
     if entry.drop_reason and entry.file is not LEAVING:  # else the end of its eviction says whether it is lost
-        state.tally.loss(entry.drop_reason)
+        _count_departure(state, entry.drop_reason)
         entry.drop_reason = ""
     else:
         state.tally.add("demoted")
@@ -113,6 +123,20 @@ def discard_dirty(state: TierState, spare: Collection[bytes]) -> bool:
 # -- disk ----------------------------------------------------------------------------------------------------
 
 
+def _departure(state: TierState, entry: ChunkEntry) -> str:
+    """Why the disk does not keep a chunk that makes room: one of LEFT_DISK."""
+    if entry.share is SHARED:
+        return IN_BUCKET
+    return "unshared" if state.orders.share else "cold_limit"
+
+
+def _count_departure(state: TierState, reason: str) -> None:
+    if reason == IN_BUCKET:
+        state.tally.add("evicted_shared")
+    else:
+        state.tally.loss(reason)
+
+
 def reserve(state: TierState, nbytes: int) -> int:
     """Count ``nbytes`` as promised to a write. Returns 0, or how many bytes must leave first; then none are counted."""
     over = state.accounts.total + nbytes - state.max_cold_bytes
@@ -144,15 +168,17 @@ def _next_victim(state: TierState, now: float) -> Victim | None:
         return Victim(VictimKind.ARCHIVE, accounts.archived.pop(archived), archived)
     if not accounts.sized:
         return None
-    idle = (entry for entry in state.orders.cold.values() if not entry.pins and not jobs.is_busy(entry.name))
-    entry = state.orders.oldest(idle)
+    entry = None
+    for order in (state.orders.shared, state.orders.cold):  # what the bucket holds too leaves first
+        idle = (entry for entry in order.values() if not entry.pins and not jobs.is_busy(entry.name))
+        entry = entry or state.orders.oldest(idle)
     if entry is None:
         return None
     jobs.claim(entry.name, now)
     victim = Victim(VictimKind.OWN, entry.size, entry.name, entry=entry, layout=entry.layout, digests=entry.digests)
     entry.file, entry.layout, entry.digests = LEAVING, None, b""
     if entry.hot:  # rows in RAM stay there, and are not written again
-        entry.drop_reason = entry.drop_reason or "cold_limit"
+        entry.drop_reason = entry.drop_reason or _departure(state, entry)
     state.orders.reindex(entry)
     return victim
 
@@ -165,7 +191,7 @@ def commit_eviction(state: TierState, victim: Victim) -> None:
         _uncount(state, victim)
     else:
         if not entry.dropped and not entry.hot:
-            state.tally.loss("cold_limit")
+            _count_departure(state, _departure(state, entry))
         state.file_gone(entry)
 
 
@@ -181,7 +207,7 @@ def abort_eviction(state: TierState, victim: Victim) -> None:
     elif not entry.dropped:
         entry.layout, entry.digests = victim.layout, victim.digests
         entry.file = UNREAD if victim.layout is None else KNOWN
-        if entry.drop_reason == "cold_limit":
+        if entry.drop_reason in LEFT_DISK:
             entry.drop_reason = ""
         state.orders.reindex(entry)
         state.orders.touch([entry])  # the next victim shall not be the same again

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from lmcache_hs_backend.tiers.state.entries import ABSENT, LEAVING, UNREAD, ChunkEntry
+from lmcache_hs_backend.tiers.state.entries import ABSENT, KNOWN, LEAVING, LOCAL, SHARED, UNREAD, ChunkEntry
 
 #: Chunks enter an order when their write ends, and writes that run side by side end in any order; so the first few
 #: are compared by their last use.
@@ -24,9 +24,15 @@ class Orders:
 
     ``clean``: may leave RAM at once: hot, nothing to write, not pinned. ``dirty``: must be written first.
     ``aging``: the same chunks by how long they have been dirty. ``cold``: chunks with a file that may be deleted.
+    ``to_share``: those of them that are to be uploaded, in the order in which they came. ``shared``: those that the
+    bucket holds too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: str = "") -> None:
+        """``share``: which chunks are to be uploaded: ``all``, ``reused``, or none."""
+        self.share = share
+        self.to_share: OrderedDict[bytes, ChunkEntry] = OrderedDict()
+        self.shared: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.clean: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.dirty: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.aging: OrderedDict[bytes, ChunkEntry] = OrderedDict()
@@ -51,6 +57,8 @@ class Orders:
             self.cold.setdefault(name, entry)
         else:
             self._leave(self.cold, entry)
+        if self.share:
+            self._reindex_shared(entry, in_index and file is KNOWN)
         if to_write:
             self.dirty.setdefault(name, entry)
             if name not in self.aging:
@@ -70,6 +78,16 @@ class Orders:
         self.unread_files += unread - entry.counted_unread
         entry.counted_clean_bytes, entry.parked_clean_bytes = clean_bytes, 0
         entry.counted_hot, entry.counted_dirty, entry.counted_unread = hot, dirty, unread
+
+    def _reindex_shared(self, entry: ChunkEntry, readable: bool) -> None:
+        if readable and entry.share is LOCAL and (self.share == "all" or (self.share == "reused" and entry.reused)):
+            self.to_share.setdefault(entry.name, entry)
+        else:
+            self._leave(self.to_share, entry)
+        if readable and entry.share is SHARED:
+            self.shared.setdefault(entry.name, entry)
+        else:
+            self._leave(self.shared, entry)
 
     @staticmethod
     def _leave(order: OrderedDict[bytes, ChunkEntry], entry: ChunkEntry) -> None:
@@ -96,7 +114,7 @@ class Orders:
 
     def touch(self, entries: Sequence[ChunkEntry]) -> None:
         """A sequence was used: its chunks become the youngest, the first one youngest of all."""
-        clean, dirty, cold = self.clean, self.dirty, self.cold
+        clean, dirty, cold, shared = self.clean, self.dirty, self.cold, self.shared
         for used_ns, entry in enumerate(reversed(entries), self.tick()):
             if not (entry.removed or entry.generation.cleared):
                 name = entry.name
@@ -107,6 +125,8 @@ class Orders:
                     dirty.move_to_end(name)
                 if entry.file is not ABSENT and name in cold:
                     cold.move_to_end(name)
+                if shared and name in shared:
+                    shared.move_to_end(name)
 
     def age(self, entry: ChunkEntry) -> None:
         """Make an entry the first to leave RAM: the suffix of a sequence that does not fit."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from lmcache_hs_backend.chunk import ChunkMeta, chunk_name
 from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.format.layout import FoundFile
-from lmcache_hs_backend.tiers.state.entries import ABSENT, KNOWN, UNREAD, ChunkEntry
+from lmcache_hs_backend.tiers.state.entries import ABSENT, KNOWN, LOCAL, UNREAD, ChunkEntry
 from lmcache_hs_backend.tiers.state.jobs import DeleteJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
@@ -109,7 +109,7 @@ def file_lost(state: TierState, entry: ChunkEntry, quarantined: FoundFile | None
     if not still_there:
         state.file_gone(entry)
     elif entry.hot:
-        entry.file, entry.layout, entry.digests = UNREAD, None, b""  # its next write tries again
+        entry.file, entry.layout, entry.digests, entry.share = UNREAD, None, b"", LOCAL  # its next write tries again
         state.orders.reindex(entry)
     else:
         state.drop(entry)

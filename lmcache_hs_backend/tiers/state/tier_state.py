@@ -21,6 +21,7 @@ from lmcache_hs_backend.tiers.state.accounts import DiskAccounts
 from lmcache_hs_backend.tiers.state.entries import (
     ABSENT,
     CONFIRMED,
+    LOCAL,
     UNCONFIRMED,
     UNREAD,
     ChunkEntry,
@@ -79,14 +80,16 @@ class Victim:
 class TierState:
     """See the module's text. The store's lock guards all of it."""
 
-    def __init__(self, capacity: int, *, archive_gone: bool, max_cold_bytes: int) -> None:
+    def __init__(self, capacity: int, *, archive_gone: bool, max_cold_bytes: int, share: str = "") -> None:
         """``capacity``: bytes of the hot tier. ``archive_gone``: keep the files of chunks whose KV is gone.
+
+        ``share``: see Orders; empty without a shared tier.
 
         Raises ValueError when the hot tier cannot hold a page.
         """
         self.free_list = FreeList(capacity)
         self.entries: OrderedDict[bytes, ChunkEntry] = OrderedDict()  # in no useful order: see next_batch
-        self.orders = Orders()
+        self.orders = Orders(share)
         self.accounts = DiskAccounts()
         self.jobs = JobQueue()
         self.rate = WriteRate()
@@ -240,7 +243,7 @@ class TierState:
             self.accounts.remove_leftover(entry.name)
             return
         self.accounts.own -= entry.size
-        entry.file, entry.size, entry.layout, entry.digests = ABSENT, 0, None, b""
+        entry.file, entry.size, entry.layout, entry.digests, entry.share = ABSENT, 0, None, b"", LOCAL
         if entry.hot:
             self.orders.reindex(entry)
         else:
@@ -259,7 +262,7 @@ class TierState:
         self.generation = Generation()
         self.purge_pending = True
         self.entries = OrderedDict()
-        self.orders = Orders()
+        self.orders = Orders(self.orders.share)
         self.confirmed_chunks = 0
         self.accounts.clear()
         self.undeletable.clear()

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmcache_hs_backend.format.header import FileLayout
-from lmcache_hs_backend.tiers.state.entries import KNOWN, LEAVING, ChunkEntry
+from lmcache_hs_backend.tiers.state.entries import KNOWN, LEAVING, LEFT_DISK, LOCAL, ChunkEntry
 from lmcache_hs_backend.tiers.state.jobs import DeleteJob, WriteJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
@@ -101,7 +101,7 @@ def commit_write(
         state.undeletable.discard(entry.name)
         accounts.own += layout.size - entry.size
         entry.file, entry.size = KNOWN, layout.size
-        entry.layout, entry.digests = state.share(layout), digests
+        entry.layout, entry.digests, entry.share = state.share(layout), digests, LOCAL
         entry.saved_ns = used_ns
         state.orders.reindex(entry)
     state.eviction_helps = True
@@ -135,7 +135,7 @@ def _end(state: TierState, job: WriteJob, written: int, now: float) -> None:
 def disk_has_room_again(state: TierState) -> None:
     """After a disk was full: chunks in RAM whose files had to make room are to be written again."""
     for entry in list(state.orders.clean.values()):
-        if entry.drop_reason == "cold_limit" and entry.file is not LEAVING:
+        if entry.drop_reason in LEFT_DISK and entry.file is not LEAVING:
             entry.drop_reason = ""
             state.orders.reindex(entry)
 

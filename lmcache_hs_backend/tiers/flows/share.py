@@ -1,0 +1,371 @@
+"""The shared tier at work: who uploads and who fetches, when, and on which thread.
+
+Up: chunks whose file is on disk wait in an order of the index; a few threads of our own read each file, check it and
+put it. Nothing waits for them, and an outage costs no memory: the disk is the queue.
+
+Down: before a retrieve walks the local tiers, chunks that none of them has, and whose KV is present, are fetched side
+by side. Each is kept like a store by the thread that fetched it, so what comes after ``shared_read_sec`` is there for
+the next call. A bucket that does not answer costs the first call ``shared_read_sec`` at most, and the next ones
+nothing: probes run on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, Presence, chunk_name
+from lmcache_hs_backend.config import ConfigError, TieredConfig
+from lmcache_hs_backend.format import objects
+from lmcache_hs_backend.format.header import BadChunk
+from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
+from lmcache_hs_backend.format.shared_names import content_name, tags
+from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
+from lmcache_hs_backend.tiers.flows.store import Store
+from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
+from lmcache_hs_backend.tiers.shared.bucket import Bucket, Fetched
+from lmcache_hs_backend.tiers.state import reading, sharing
+from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+
+logger = logging.getLogger(__name__)
+
+#: Most chunks that one call asks for, and that all calls together wait for.
+WINDOW = 64
+_MOST_WAITING = 4 * WINDOW
+_READERS = 8
+_UPLOADERS = 4
+_REQUEST_PART = 0.75  # of shared_read_sec: so that a request that hangs ends before its call does
+_UPLOAD_SEC = 30.0
+_STORE_WAIT_SEC = 0.25
+_LOOK_AGAIN_SEC = 0.1
+_LIST_AGAIN_SEC = 5.0
+_WARN_AGAIN_SEC = 10.0
+
+
+def shared_tier(
+    config: TieredConfig, ident: NamespaceId, capacity: int, setting: Callable[[str], str]
+) -> Callable[[Core, Store], Share]:
+    """Check the settings of the shared tier. What is returned starts it. Raises ConfigError."""
+    if not ident.model_revision:
+        raise ConfigError(
+            f"{setting('model_revision')} is empty, but a shared tier needs one: in a bucket, rows of two revisions of "
+            f"{ident.model!r} would be taken for each other. Name the model's commit or version"
+        )
+    try:
+        reads, writes = (
+            Objects(config.shared_url, config.shared_options, timeout_sec=seconds)
+            for seconds in (config.shared_read_sec * _REQUEST_PART, _UPLOAD_SEC)
+        )
+    except ObjectsError as error:
+        raise ConfigError(f"{setting('shared_url')} is {config.shared_url!r}, but must be {error}") from None
+    bucket = Bucket(reads, writes, ident, capacity)
+    return lambda core, store: Share(core, store, bucket)
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A chunk that is on its way, for as many calls as want it."""
+
+    ref: ChunkRef
+    name: bytes
+    layer_idxs: frozenset[int] | None  # None: all
+    epoch: int  # of the state when it was asked for: what was cleared since does not come back
+    over: threading.Event = field(default_factory=threading.Event)
+    came: bool = False
+    unneeded: bool = False  # the chunk before it is not there
+
+
+class Share:
+    """See the module's text."""
+
+    def __init__(self, core: Core, store: Store, bucket: Bucket) -> None:
+        """Start the threads. No request is made on the caller's."""
+        config = core.config
+        self._core = core
+        self._store = store
+        self._bucket = bucket
+        self._may_read = config.shared_access != "write"
+        self._may_write = config.shared_access != "read"
+        self._stopping = threading.Event()
+        self._queue: SimpleQueue[_Fetch | None] = SimpleQueue()
+        self._fetching = threading.Lock()  # guards the two below; held for nothing else
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._warned_at = -_WARN_AGAIN_SEC
+        self._uploading = threading.Condition()  # there may be something to upload
+        self._listed: dict[bytes, int] | None = None  # what the bucket held at the start; None: not known yet
+        threads: list[tuple[str, Callable[[], None]]] = [("watch", self._watch)]
+        threads += [("read", self._read_loop)] * (_READERS * self._may_read)
+        threads += [("write", self._upload_loop)] * (_UPLOADERS * self._may_write)
+        if self._may_write:
+            threads.append(("list", self._introduce))
+        for name, work in threads:
+            threading.Thread(target=work, name=f"hs-shared-{name}", daemon=True).start()
+
+    @property
+    def reads_online(self) -> bool:
+        """Whether the bucket is asked for chunks."""
+        return self._may_read and self._bucket.reads.closed and objects.usable()
+
+    @property
+    def writes_online(self) -> bool:
+        """Whether chunks are uploaded."""
+        return self._may_write and self._bucket.writes.closed and objects.usable()
+
+    def stop(self) -> None:
+        """End the threads, each after the request that it is in. Does not wait for them."""
+        self._stopping.set()
+        for _ in range(_READERS * self._may_read):
+            self._queue.put(None)
+
+    # -- down --------------------------------------------------------------------------------------------
+
+    def retrieve(
+        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None, local: Retrieve
+    ) -> dict[int, torch.Tensor]:
+        """``Retrieve.retrieve``, after what the local tiers lack has come from the bucket."""
+        if self._may_read:
+            deadline = time.monotonic() + self._core.config.shared_read_sec
+            self._await(self._ask(refs, frozenset(layer_idxs)), deadline)
+        rows = local.retrieve(refs, layer_idxs, dtype)
+        if rows and self._may_write and self._core.config.shared_write == "reused":
+            tokens = next(iter(rows.values())).shape[0]
+            with self._core.lock:
+                sharing.reused(self._core.state, [ref.name for ref in refs if ref.end <= tokens])
+        return rows
+
+    def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None) -> None:
+        """Fetch what the local tiers lack of a prompt, in the background."""
+        if self._may_read:
+            self._ask(refs, None if layer_idxs is None else frozenset(layer_idxs))
+
+    def _ask(self, refs: Sequence[ChunkRef], layer_idxs: frozenset[int] | None) -> list[_Fetch]:
+        """Have fetched what no local tier has, a prefix of it whose KV is present."""
+        core, readable = self._core, self._core.disk.health.readable
+        with core.lock:
+            have = reading.covered(core.state, [ref.name for ref in refs], sorted(layer_idxs or ()), readable=readable)
+            epoch = core.state.epoch
+        missing = refs[have : have + WINDOW]
+        if not missing:
+            return []
+        if not self.reads_online:
+            core.metrics.add("shared_offline")
+            return []
+        answers = core.presence([ref.kv_key for ref in missing], False)
+        wanted: list[_Fetch] = []
+        model = self._bucket.ident.model
+        for ref, answer in zip(missing, answers, strict=True):
+            if answer is not Presence.PRESENT:
+                break
+            name = content_name(ref.prefix, ref.num_tokens, tags(ref.key, model))
+            fetch = _Fetch(ref, name, layer_idxs, epoch)
+            with self._fetching:
+                running = self._fetches.get(ref.name)
+                if running is not None and not running.unneeded and running.layer_idxs == layer_idxs:
+                    wanted.append(running)
+                    continue
+                if running is not None or len(self._fetches) >= _MOST_WAITING:
+                    break
+                self._fetches[ref.name] = fetch
+            wanted.append(fetch)
+            self._queue.put(fetch)
+        return wanted
+
+    def _await(self, wanted: Sequence[_Fetch], deadline: float) -> None:
+        """Wait for chunks in their order, up to the first that does not come."""
+        for position, fetch in enumerate(wanted):
+            if not fetch.over.wait(max(0.0, deadline - time.monotonic())):
+                self._core.metrics.add("shared_timeouts")
+                if not position:
+                    self._bucket.reads.open("no chunk has come in shared_read_sec")
+                return
+            if not fetch.came:
+                for later in wanted[position:]:
+                    later.unneeded = True
+                return
+
+    def _read_loop(self) -> None:
+        while (fetch := self._queue.get()) is not None and not self._stopping.is_set():
+            try:
+                if not fetch.unneeded:
+                    fetch.came = self._fetch(fetch)
+            except Exception:
+                self._core.metrics.add("errors_internal")
+                logger.exception("a fetch from the shared tier failed")
+            finally:
+                with self._fetching:
+                    self._fetches.pop(fetch.ref.name, None)
+                fetch.over.set()
+
+    def _fetch(self, fetch: _Fetch) -> bool:
+        metrics, started = self._core.metrics, time.monotonic()
+        try:
+            answer, fetched = self._bucket.get(fetch.name, fetch.ref.prefix)
+        except BadChunk as bad:
+            metrics.add("errors_shared_bad")
+            self._warn_of(fetch.name, bad)
+            return False
+        if answer is Answer.ABSENT:
+            metrics.add("shared_absent")
+        elif answer in (Answer.FAILED, Answer.DENIED):
+            metrics.add("errors_shared_read")
+        if fetched is None:
+            return False
+        nbytes = sum(len(view) for view in fetched.rows.values())
+        metrics.observe("shared_get_seconds", time.monotonic() - started, shared_read_bytes=nbytes)
+        return self._keep(fetch, fetched)
+
+    def _keep(self, fetch: _Fetch, fetched: Fetched) -> bool:
+        """Store what came, under the names that it has here. Whether every layer that was asked for is there."""
+        core, ref = self._core, fetch.ref
+        there = {spec.layer_idx for spec in fetched.rows}
+        if fetch.layer_idxs is not None and not fetch.layer_idxs <= there:
+            core.metrics.add("shared_absent")
+            return False
+        with core.lock:
+            if core.closed or core.state.epoch != fetch.epoch:
+                return False
+            core.callers += 1
+            entry = core.state.entries.get(ref.name)
+            held = set() if entry is None else entry.layer_idxs()
+        try:
+            tokens = fetched.header.layout.num_tokens
+            rows = {
+                spec.layer_idx: torch.frombuffer(bytearray(view), dtype=TORCH_DTYPES[spec.dtype]).view(tokens, -1)
+                for spec, view in fetched.rows.items()
+                if spec.layer_idx not in held and (fetch.layer_idxs is None or spec.layer_idx in fetch.layer_idxs)
+            }
+            # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
+            ids = bytes(ref.start * TOKEN_BYTES) + fetched.header.token_ids
+            stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC) if rows else 1
+        finally:
+            with core.lock:
+                core.callers -= 1
+                if core.closed:
+                    core.space_freed.notify_all()
+        core.metrics.add("shared_hits", bool(stored))
+        return bool(stored)
+
+    def _warn_of(self, name: bytes, bad: BadChunk) -> None:
+        now = time.monotonic()
+        with self._fetching:
+            recent, self._warned_at = now - self._warned_at < _WARN_AGAIN_SEC, now
+        level = logging.DEBUG if recent else logging.WARNING
+        logger.log(level, "object %s of %s is not used (%s): %s", name.hex(), self._bucket.objects.url, bad.reason, bad)
+
+    # -- up ----------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        """Say what the namespace is, find out what the bucket is like, and what it holds. Then uploads start."""
+        bucket, stopping = self._bucket, self._stopping
+        while not stopping.is_set():
+            if self.writes_online:
+                answer = bucket.introduce().answer
+                if answer in (Answer.OK, Answer.EXISTS):
+                    break
+            stopping.wait(_LOOK_AGAIN_SEC)
+        if stopping.is_set():
+            return
+        if bucket.respects_conditions() is False:
+            logger.warning(
+                "%s ignores the condition of a put (if-none-match): two writers of one chunk put it twice, which costs "
+                "a request and does no harm", bucket.objects.url,
+            )  # fmt: skip
+        while not stopping.is_set():
+            try:
+                self._listed = dict(bucket.listing())
+                break
+            except OSError as error:
+                if not bucket.reads.closed:  # a key that may only write: each upload finds out for itself
+                    logger.info("%s: uploads start without a listing", error)
+                    self._listed = {}
+                    break
+                stopping.wait(_LIST_AGAIN_SEC)
+        logger.info("%s holds %d chunk(s) of this namespace", bucket.objects.url, len(self._listed or ()))
+
+    def _watch(self) -> None:
+        """Probe a bucket that does not answer; wake the uploaders when there is something to do."""
+        bucket, orders = self._bucket, self._core.state
+        while not self._stopping.wait(_LOOK_AGAIN_SEC):
+            if not objects.usable():
+                return
+            try:
+                now = time.monotonic()
+                if self._may_read and bucket.reads.probe_due(now):
+                    bucket.probe_reads()
+                if self._may_write and bucket.writes.probe_due(now):
+                    bucket.probe_writes()
+            except Exception:
+                self._core.metrics.add("errors_internal")
+                logger.exception("a probe of the shared tier failed")
+            if orders.orders.to_share and self._listed is not None and self.writes_online:
+                with self._uploading:
+                    self._uploading.notify_all()
+        with self._uploading:
+            self._uploading.notify_all()
+
+    def _upload_loop(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                while not self._stopping.is_set() and self._upload_next():
+                    pass
+            except Exception:
+                self._core.metrics.add("errors_internal")
+                logger.exception("an upload to the shared tier failed")
+            with self._uploading:
+                if not self._stopping.is_set():
+                    self._uploading.wait(1.0)
+
+    def _upload_next(self) -> bool:
+        """Upload one chunk. False when there is none for now, or the bucket does not take it."""
+        core, state = self._core, self._core.state
+        if self._listed is None or not self.writes_online:
+            return False
+        with core.lock:
+            if core.closed:
+                return False
+            entry = sharing.prepare_upload(state, time.monotonic())
+            layout = entry.layout if isinstance(entry, ChunkEntry) else None
+        if not isinstance(entry, ChunkEntry):
+            return False
+        answer, refused = Answer.FAILED, False
+        started = time.monotonic()
+        try:
+            chunk = self._bucket.read_file(core.disk.path(entry.name), layout)
+            answer, nbytes = self._bucket.put(
+                chunk, self._parent(chunk.header.meta), self._listed.pop(chunk.name, None)
+            )
+            if answer is Answer.OK:
+                core.metrics.observe(
+                    "shared_put_seconds", time.monotonic() - started, shared_puts=1, shared_put_bytes=nbytes
+                )
+            else:
+                core.metrics.add("shared_exists" if answer is Answer.EXISTS else "errors_shared_write")
+        except FileNotFoundError:
+            refused = True  # gone, or replaced: then it is LOCAL again, and in the queue
+        except (BadChunk, OSError, ValueError) as error:
+            refused = True
+            core.metrics.add("errors_shared_file")
+            logger.warning("chunk file %s is not uploaded: %s", core.disk.path(entry.name), error)
+        finally:
+            with core.lock:
+                if answer in (Answer.OK, Answer.EXISTS):
+                    sharing.commit_upload(state, entry, layout)
+                else:
+                    sharing.abort_upload(state, entry, refused=refused)
+        return answer in (Answer.OK, Answer.EXISTS) or refused
+
+    def _parent(self, meta: ChunkMeta) -> bytes:
+        """Prefix digest of the chunk before; empty where there is none, or it is not here any more."""
+        if not meta.parent:
+            return b""
+        key = meta.key.replace(f"@{meta.chunk_hash}@", f"@{meta.parent}@", 1)
+        with self._core.lock:
+            return sharing.prefix_of(self._core.state, chunk_name(key))
