@@ -21,6 +21,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli.arguments import Parser, at_least, fraction
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
 from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.chains import read_once
@@ -48,8 +49,8 @@ from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, p
 PROGRAM = "lmcache-hs-extract"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=PROGRAM,
         description="Write the hidden states of cold paths as a training set. Several cold paths (nodes, ranks) are "
         "merged; the same chunk found twice counts once.",
@@ -66,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", metavar="NAME[@REVISION][/KV_DTYPE]", help="which rows, where there are several models"
     )
-    parser.add_argument("--chunk-size", type=_count, metavar="N", help="which chunks, where there are several sizes")
+    parser.add_argument(
+        "--chunk-size", type=at_least(1), metavar="N", help="which chunks, where there are several sizes"
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
     what = parser.add_argument_group("samples")
     what.add_argument(
@@ -80,15 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         "record, or else what follows the prompt; else all)",
     )  # fmt: skip
     what.add_argument("--tokenizer", metavar="DIR", help="where tokenizer.json is, for --loss-mask chatml and llama3")
-    what.add_argument("--min-tokens", type=_count, default=1, metavar="N", help="leave out shorter samples")
-    what.add_argument("--max-tokens", type=_count, metavar="N", help="cut longer samples")
+    what.add_argument("--min-tokens", type=at_least(1), default=1, metavar="N", help="leave out shorter samples")
+    what.add_argument("--max-tokens", type=at_least(1), metavar="N", help="cut longer samples")
     what.add_argument(
         "--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N shares, from 1/N to N/N"
     )
-    what.add_argument("--limit", type=_count, metavar="N", help="the first N samples only")
-    what.add_argument(
-        "--val-fraction", type=_fraction, default=0.0, metavar="F", help="share of samples for validation"
-    )
+    what.add_argument("--limit", type=at_least(1), metavar="N", help="the first N samples only")
+    what.add_argument("--val-fraction", type=fraction, default=0.0, metavar="F", help="share of samples for validation")
     rows = parser.add_argument_group("hidden states")
     rows.add_argument(
         "--layers",
@@ -110,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     rows.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: speculators only (default: bf16)")
     how = parser.add_argument_group("running")
     how.add_argument(
-        "--workers", type=_count, default=min(4, os.cpu_count() or 1), metavar="N",
+        "--workers", type=at_least(1), default=min(4, os.cpu_count() or 1), metavar="N",
         help="threads, each with one sample in memory (default: the number of CPUs, at most 4)",
     )  # fmt: skip
     how.add_argument("--resume", action="store_true", help="go on where an earlier run with the same options ended")
@@ -124,8 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0, 1 on an error, 130 on Ctrl-C."""
-    args = _parser().parse_args(argv)
-    return run(PROGRAM, lambda: _extract(args))
+    return run(PROGRAM, lambda: _extract(_parser().parse_args(argv)))
 
 
 def _extract(args: argparse.Namespace) -> int:
@@ -424,20 +424,6 @@ def _bar(nbytes: int, samples: int, quiet: bool) -> Iterator[Callable[[Progress]
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _fraction(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
-    return number
 
 
 def _norm_kind(text: str) -> str:

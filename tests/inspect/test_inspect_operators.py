@@ -190,3 +190,11 @@ def test_extract_says_its_version() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "lmcache-hs-extract")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--limit", "0"), ("--min-tokens", "many"), ("--val-fraction", "1")])
+def test_a_wrong_value_is_one_line_and_status_1_for_extract_too(option: str, value: str) -> None:
+    command = [sys.executable, "-m", "lmcache_hs_backend.cli.extract", "cold", "--out", "x", "--format", "specforge"]
+    done = subprocess.run([*command, option, value], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert f"{option} is {value}, but must be" in done.stderr
