@@ -205,7 +205,7 @@ class Stray(NamedTuple):
 
 def strays(directory: str) -> Iterator[Stray]:
     """Everything in a namespace directory that does not belong there."""
-    ours = {RECORD, LOCK, QUARANTINE, ARCHIVE, SEQUENCES}
+    ours = {RECORD, LOCK, QUARANTINE, ARCHIVE, SEQUENCES, TRASH}
     yield from _strays_in(directory, lambda name: name in ours or SUBDIRECTORY.fullmatch(name) is not None)
     yield from _strays_in(os.path.join(directory, ARCHIVE), lambda name: False)
 

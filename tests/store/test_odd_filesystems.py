@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,31 @@ def test_after_a_disk_was_full_for_a_moment_everything_is_written_again(tmp_path
             wait_until(lambda prompt_=prompt_: all(store.has(name, 0)[1] for name in prompt_.names))  # type: ignore[misc]
             assert torch.equal(store.retrieve(prompt_.refs, [0], None)[0], expected)
         check_balance(store)
+
+
+@pytest.mark.timing
+def test_a_disk_that_answers_slowly_again_and_again_is_taken_offline_by_what_calls_lose(tmp_path: Path) -> None:
+    class Slow(FaultyDisk):
+        seconds = 0.0
+
+        def preadv(self, *args: Any) -> int:
+            time.sleep(self.seconds)
+            return super().preadv(*args)
+
+    disk = Slow()
+    with opened(tmp_path, files=disk, chunks=64, read_timeout_sec=2.5) as store:
+        p, x = on_disk(store, 48)
+        disk.seconds = 0.6
+        for _ in range(3):
+            store.debug.evict_clean()
+            assert store.stats()["cold_state"] == "online"
+            assert len(store.retrieve(p.refs, [0], None).get(0, ())) < len(x)
+        assert store.stats()["cold_state"] == "offline"
+        store.debug.evict_clean()
+        started = time.monotonic()
+        store.retrieve(p.refs, [0])
+        assert time.monotonic() - started < 0.2, "further calls do not wait for it"
+        disk.seconds = 0.0
+        store.debug.resume_now()
+        wait_until(lambda: store.stats()["cold_state"] == "online", 40)
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)

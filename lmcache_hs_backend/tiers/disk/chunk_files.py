@@ -229,14 +229,15 @@ class ChunkFiles:
                 direct=direct, fsync=self._config.fsync, mtime_ns=mtime_ns, io_slots=self._io_slots,
             )  # fmt: skip
 
+        direct = self._direct
         try:
             try:
-                temporary, layout, digests = write(self._direct)
+                temporary, layout, digests = write(direct)
             except FileNotFoundError:
                 self._make_folder(folder)
-                temporary, layout, digests = write(self._direct)
+                temporary, layout, digests = write(direct)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
             temporary, layout, digests = write(False)  # what is left after a short write is not aligned
         return Written(temporary, path, layout, digests)

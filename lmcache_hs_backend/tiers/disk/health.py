@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 PAUSE_SEC = (5.0, 60.0)  # first and longest pause
+#: So many retrieves that wait in vain within so long take a slow disk offline, and a probe that is answered in less
+#: than this brings it back.
+_SLOW_CALLS = 3
+_SLOW_WITHIN_SEC = 60.0
+_QUICK_PROBE_SEC = 0.5
 PROBE_SEC = (1.0, 30.0)  # first and longest time between two attempts to reach a disk that has failed
 
 
@@ -59,6 +64,8 @@ class DiskHealth:
         self._resume_at = 0.0
         self._pause_sec, self._probe_sec = PAUSE_SEC[0], PROBE_SEC[0]
         self._probe: threading.Thread | None = None
+        self._timeouts: list[float] = []  # when retrieves last waited in vain
+        self._slow = False  # offline for that
 
     @property
     def readable(self) -> bool:
@@ -74,6 +81,18 @@ class DiskHealth:
         """A read or a write (``what``) was refused by the system: offline."""
         self._metrics.add(f"errors_{what}")
         self.go_offline(f"cannot {what}: {error}")
+
+    def call_timed_out(self) -> None:
+        """A retrieve did not get its chunks in ``read_timeout_sec``. A disk that costs that again and again is offline.
+
+        It comes back when a probe is answered quickly.
+        """
+        now = time.monotonic()
+        with self._changing:
+            self._timeouts = [at for at in self._timeouts if at > now - _SLOW_WITHIN_SEC] + [now]
+            self._slow = len(self._timeouts) >= _SLOW_CALLS
+        if self._slow:
+            self.go_offline(f"{_SLOW_CALLS} retrieves in {_SLOW_WITHIN_SEC:g} s have waited read_timeout_sec for it")
 
     def pause(self, why: str) -> None:
         """There is no room: no writes for a while, longer each time until one succeeds."""
@@ -135,6 +154,7 @@ class DiskHealth:
 
     def _try_disk(self) -> None:
         path = os.path.join(self._directory, temporary_name("probe"))
+        started = time.monotonic()
         try:
             self._verify_lock()
             fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -154,5 +174,10 @@ class DiskHealth:
             logger.debug("the disk is not back: %s", error)
             self._try_again_later()
             return
+        if self._slow and time.monotonic() - started > _QUICK_PROBE_SEC:
+            logger.debug("the disk answers, but slowly")
+            self._try_again_later()
+            return
         with self._changing:
+            self._slow, self._timeouts = False, []
             self._change(ColdState.ONLINE)

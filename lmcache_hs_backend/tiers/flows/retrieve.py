@@ -91,6 +91,8 @@ class Retrieve:
         counts = {"hits_hot": served - from_disk, "hits_cold": from_disk}
         if miss is not None:
             counts[f"misses_{miss}"] = 1
+            if miss == "timeout":
+                core.disk.health.call_timed_out()
         core.metrics.add_all(counts)
         if not served:
             return {}
