@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     mine, theirs = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parser = _parser()
-    args = parser.parse_args(mine)
+    args = parser.parse_intermixed_args(mine)  # files may stand behind options
     if not args.data and not args.serve_command:
         parser.error("DATA is missing")
     if args.server and theirs:
