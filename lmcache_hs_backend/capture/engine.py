@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lmcache_hs_backend.capture.backend import Outcome, Request
@@ -19,8 +21,8 @@ _KILL_SEC = 0.3
 class Engine:
     """vLLM's ``LLM``, driven step by step."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Loads the model: up to minutes. Raises CaptureError."""
+    def __init__(self, settings: Settings, stopped: str) -> None:
+        """Loads the model: up to minutes. ``stopped``: what to say when Ctrl-C ends that. Raises CaptureError."""
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "120")  # else vLLM kills a worker after 5
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the result
         try:
@@ -35,12 +37,10 @@ class Engine:
         self._sampling = settings.sampling
         self._requests: dict[str, Request] = {}
         try:
-            self._engine = LLM(**arguments).llm_engine
+            with _ends_at_once(stopped):
+                self._engine = LLM(**arguments).llm_engine
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise CaptureError(f"vLLM does not start: {str(error).strip()[:2000]}") from None
-        except KeyboardInterrupt:
-            end_children()
-            raise
         self.max_model_len: int = self._engine.model_config.max_model_len
         self._most = 4 * self._engine.vllm_config.scheduler_config.max_num_seqs
 
@@ -81,6 +81,26 @@ class Engine:
     def abandon(self) -> None:
         """End every process below this one."""
         end_children()
+
+
+@contextlib.contextmanager
+def _ends_at_once(text: str) -> Iterator[None]:
+    """Ctrl-C ends this process and those below it, with ``text``. vLLM, while it starts, would wait for minutes: its
+    poll for the engine does not let KeyboardInterrupt through."""
+
+    def end(number: int, frame: object) -> None:
+        end_children()
+        print(text, file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end_children() -> None:

@@ -160,7 +160,8 @@ def _run(args: argparse.Namespace, settings: Settings, view: _View) -> int:
             return Server(args.server, settings, args.concurrency)
         from lmcache_hs_backend.capture.engine import Engine
 
-        return Engine(settings)
+        rows = f"{estimate.done} of {estimate.different} rows are in {settings.cold_path}"
+        return Engine(settings, f"{PROGRAM}: stopped: {rows}; the same command goes on")
 
     summary = flow.run(job, estimate, start)
     view.close()
