@@ -27,6 +27,15 @@ _URL = re.compile(r"(s3|gs|az|file)://.+")
 LOADER_KEYS = ("module_path", "class_name")
 
 
+#: Settings whose defaults suit almost every machine; shown and documented apart from the others.
+ADVANCED = frozenset(
+    {
+        "cold_dir_mode", "use_odirect", "clean_fraction", "kv_presence_timeout_ms", "promote", "on_locked",
+        "touch_memory", "verify_reads", "store_count", "close_timeout_sec",
+    }
+)  # fmt: skip
+
+
 class ConfigError(ValueError):
     """A setting is wrong. The text names the key, the value and what is allowed."""
 

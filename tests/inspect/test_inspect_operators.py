@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmcache_hs_backend.config import ADVANCED
 from tests.inspect.test_inspect_config import PREFIX, good
 from tests.inspect.test_inspect_program import on_a_terminal
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
@@ -84,6 +86,16 @@ class TestCheckConfig:
         result = inspect_json("check-config", tmp_path / "lmcache.yaml", status=1)
         [row] = [each for each in result["settings"] if each["name"] == "max_cold_size"]
         assert (row["value"], row["source"]) == ("'200GB' is wrong", str(tmp_path / "lmcache.yaml"))
+
+    def test_advanced_settings_have_a_table_of_their_own_here_and_in_the_manual(self, tmp_path: Path) -> None:
+        (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(good(tmp_path / "cold")))
+        printed = inspect("check-config", tmp_path / "lmcache.yaml").stdout
+        before, after = printed.split("\nadvanced ")
+        assert all(f"\n{name} " in after and f"\n{name} " not in before for name in ADVANCED)
+        assert "\nmax_cold_size " in before
+        manual = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "settings.md").read_text()
+        section = manual.split("## Advanced\n")[1].split("\n## ")[0]
+        assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == ADVANCED
 
 
 class TestRemoving:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmcache_hs_backend.cli.config.verdict import Problem, Verdict, check
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text
+from lmcache_hs_backend.config import ADVANCED
 
 HELP = "say whether LMCache would load the plugin with a configuration, and if not, which key is wrong"
 EXAMPLE = """\
@@ -59,10 +60,11 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print(output: Output, verdict: Verdict, disk: dict[str, Any], probe: dict[str, Any] | None) -> None:
-    if verdict.settings:
-        rows = [(s.name, _text(s.value), s.source, s.doc) for s in verdict.settings]
-        output.table(("setting", "value", "from", "meaning"), rows)
-        output.show("")
+    for advanced in (False, True):
+        rows = [(s.name, _text(s.value), s.source, s.doc) for s in verdict.settings if (s.name in ADVANCED) is advanced]
+        if rows:
+            output.table(("advanced" if advanced else "setting", "value", "from", "meaning"), rows)
+            output.show("")
     if disk:
         free, total = bytes_text(disk["free_bytes"]), bytes_text(disk["total_bytes"])
         output.show(f"disk: {free} free of {total} at {disk['path']}")
