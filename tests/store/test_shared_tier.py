@@ -266,6 +266,40 @@ def test_a_read_only_key_reads_and_a_wrong_key_does_neither(
     assert "403" in caplog.text
 
 
+_KILLED = """
+import os, sys, time
+from tests.store.test_shared_tier import MODEL
+from tests.support.prompts import *
+store = TieredStore(settings({path!r}, write_back_sec=0, shared_url={url!r}), 64 * LAYER_BYTES, MODEL)
+assert store.wait_recovered(20)
+for n in range({first}, {first} + 12):
+    p = Prompt([n * 100_000 + token for token in range(3 * CHUNK)])
+    store.store(p.refs, p.bytes, {{0: honest_rows(p.ids)}})
+assert store.flush(20) == 0
+os.write(1, b"on disk")
+time.sleep(60)
+"""
+
+
+def test_a_kill_between_disk_and_bucket_loses_nothing_and_leaves_whole_objects(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket"
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    for kill in range(3):
+        code = _KILLED.format(path=str(tmp_path / "a"), url=url, first=kill * 12)
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as child:
+            assert child.stdout is not None
+            assert child.stdout.read(7) == b"on disk"
+            time.sleep(0.4 + 0.1 * kill)  # around the moment at which uploads begin
+            child.kill()
+    with opened(tmp_path / "a", ident=MODEL, shared_url=url) as a:
+        uploaded(a, 108)
+    with opened(tmp_path / "b", chunks=200, ident=OTHER_RANK, shared_url=url) as b:
+        for n in range(36):
+            p = Prompt([n * 100_000 + token for token in range(3 * CHUNK)])
+            assert torch.equal(b.retrieve(elsewhere(p).refs, [0], None)[0], honest_rows(p.ids))
+        assert b.stats()["errors_shared_bad"] == 0
+
+
 def test_what_was_stored_while_the_bucket_was_down_is_uploaded_when_it_is_back(tmp_path: Path) -> None:
     server = SeaweedServer(tmp_path / "weed", start=False)
     try:

@@ -112,7 +112,7 @@ class Share:
     @property
     def reads_online(self) -> bool:
         """Whether the bucket is asked for chunks."""
-        return self._may_read and self._bucket.reads.closed and objects.usable()
+        return self._may_read and self._bucket.reads.closed and objects.usable() and not self._stopping.is_set()
 
     @property
     def writes_online(self) -> bool:
@@ -120,8 +120,11 @@ class Share:
         return self._may_write and self._bucket.writes.closed and objects.usable()
 
     def stop(self) -> None:
-        """End the threads, each after the request that it is in. Does not wait for them."""
+        """End the threads, each after the request that it is in. Does not wait for them; no call waits any longer."""
         self._stopping.set()
+        with self._fetching:
+            for fetch in self._fetches.values():
+                fetch.over.set()
         for _ in range(_READERS * self._may_read):
             self._queue.put(None)
 
@@ -292,7 +295,7 @@ class Share:
 
     def _watch(self) -> None:
         """Probe a bucket that does not answer; wake the uploaders when there is something to do."""
-        bucket, orders = self._bucket, self._core.state
+        bucket, state = self._bucket, self._core.state
         while not self._stopping.wait(_LOOK_AGAIN_SEC):
             if not objects.usable():
                 return
@@ -305,7 +308,7 @@ class Share:
             except Exception:
                 self._core.metrics.add("errors_internal")
                 logger.exception("a probe of the shared tier failed")
-            if orders.orders.to_share and self._listed is not None and self.writes_online:
+            if state.orders.to_share and self._listed is not None and self.writes_online:
                 with self._uploading:
                     self._uploading.notify_all()
         with self._uploading:
