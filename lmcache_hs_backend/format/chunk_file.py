@@ -41,6 +41,7 @@ from lmcache_hs_backend.format.header import (
 )
 from lmcache_hs_backend.format.layout import temporary_name
 from lmcache_hs_backend.format.pages import ALIGN, align
+from lmcache_hs_backend.format.shared_names import is_name_of
 
 _PIECE = 4 << 20  # bytes that are read at a time where a whole layer need not be in memory
 _ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
@@ -346,7 +347,7 @@ def check(
 def _parse_known(preamble: bytes, name: bytes, prefix: bytes, layout: FileLayout) -> Header:
     """The header of a file that is to be this chunk with this layout. Raises BadChunk when it is not."""
     header = parse_preamble(preamble, layout.size, layout)
-    if chunk_name(header.meta.key) != name:
+    if not is_name_of(header.meta, name):
         raise BadChunk("key", f"the file holds the chunk {header.meta.key[:200]!r}")
     if header.meta.prefix != prefix or header.layout != layout:
         raise BadChunk("replaced", "it is not the file that the index knows")

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lmcache_hs_backend.chunk import chunk_name
 from lmcache_hs_backend.format.chunk_file import FileLayer, open_regular, read_open_header
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.format.layout import RECORD, ChunkPath, FoundFile, chunk_files, chunk_folders
@@ -23,6 +22,7 @@ from lmcache_hs_backend.format.namespace import (
     find_namespaces,
     read_record,
 )
+from lmcache_hs_backend.format.shared_names import VERSION_FOLDER, is_name_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +92,13 @@ class ColdTierReader:
         """Find the namespaces below a path.
 
         Args:
-            cold_path: The directory that ``cold_path`` of the settings names; ``~`` is expanded.
+            cold_path: The directory that ``cold_path`` of the settings names; ``~`` is expanded. Or a ``file://`` URL
+                that ``shared_url`` names.
 
         Raises:
             NotAColdPath: There is no namespace that this version can read; one line says why.
         """
-        self.cold_path = os.path.abspath(os.path.expanduser(cold_path))
+        self.cold_path = os.path.abspath(os.path.expanduser(_directory_of(cold_path)))
         try:
             self.namespaces, self.left_out = find_namespaces(self.cold_path)
         except OSError as error:
@@ -128,6 +129,19 @@ class ColdTierReader:
             return f"{cold_path} is one namespace of a cold path; name the directory above it"
         why = self.left_out[0].why if self.left_out else f"no {RECORD} in any directory below it"
         return f"{cold_path} is not a cold path: {why}"
+
+
+def _directory_of(cold_path: str) -> str:
+    """The directory with the namespaces. Raises NotAColdPath for a URL that is none."""
+    scheme, separator, path = cold_path.partition("://")
+    if not separator:
+        return cold_path
+    if scheme != "file":
+        raise NotAColdPath(
+            f"{cold_path} is not a cold path: only file:// URLs are read directly. Copy what is below "
+            f"{cold_path.rstrip('/')}/{VERSION_FOLDER} to a directory, and name that"
+        )
+    return os.path.join(path, VERSION_FOLDER)
 
 
 def folders_of(namespace: NamespaceDirectory, state: str) -> list[Folder]:
@@ -197,6 +211,6 @@ def _read(place: Place, opened: _Opened, layout: FileLayout | None, *, brief: bo
         return ChunkInfo(file, namespace, state, None, f"unreadable: {error.strerror}")
     finally:
         os.close(fd)
-    if chunk_name(header.meta.key) != name:
+    if not is_name_of(header.meta, name):
         return ChunkInfo(file, namespace, state, None, f"key: it holds the chunk {header.meta.key[:200]!r}")
     return ChunkInfo(file, namespace, state, header)

@@ -17,7 +17,7 @@ import re
 
 import xxhash
 
-from lmcache_hs_backend.chunk import ChunkMeta
+from lmcache_hs_backend.chunk import ChunkMeta, chunk_name
 from lmcache_hs_backend.format.layout import SUFFIX
 from lmcache_hs_backend.format.namespace import NamespaceId
 
@@ -75,6 +75,15 @@ def shared_meta(meta: ChunkMeta, ident: NamespaceId, parent: bytes) -> ChunkMeta
         key=key, chunk_hash=meta.prefix.hex(), parent=parent.hex(), model=ident.model,
         capture=json.dumps(capture, sort_keys=True),
     )  # fmt: skip
+
+
+def is_name_of(meta: ChunkMeta, name: bytes) -> bool:
+    """Whether a file or object of this name may hold this chunk: named by its full key, or as a shared one."""
+    if chunk_name(meta.key) == name:
+        return True
+    if not meta.key.startswith(f"{meta.model}@1@0@{meta.prefix.hex()}@"):
+        return False
+    return content_name(meta.prefix, meta.num_tokens, tags(meta.key, meta.model)) == name
 
 
 def revision(meta: ChunkMeta) -> str:

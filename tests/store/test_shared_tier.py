@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save
 from lmcache_hs_backend.chunk import ChunkMeta, KeyedChunk, Presence, chunk_refs
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
+from lmcache_hs_backend.format.reader import ColdTierReader, NotAColdPath
 from lmcache_hs_backend.format.shared_names import content_name, shared_meta, tags
 from tests.support.prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, honest_rows, opened, prompt, settings, tokens
 from tests.support.seaweed import BUCKET, SeaweedServer
@@ -264,6 +265,24 @@ def test_a_read_only_key_reads_and_a_wrong_key_does_neither(
         assert c.stats()["shared_read_online"] == 0
         assert c.store(p.refs, p.bytes, {0: honest_rows(p.ids)}) == 2
     assert "403" in caplog.text
+
+
+def test_a_directory_of_objects_is_read_like_a_cold_path(tmp_path: Path) -> None:
+    url, p = f"file://{tmp_path}/bucket", prompt(3)
+    for node, named in (("a", p), ("b", elsewhere(prompt(2)))):
+        with opened(tmp_path / node, ident=MODEL, shared_url=url) as store:
+            store.store(named.refs, named.bytes, {0: honest_rows(named.ids)})
+            uploaded(store, len(named.refs))
+    for place in (url, str(tmp_path / "bucket" / "v1")):
+        headers = [info.header for info in ColdTierReader(place).chunks()]
+        assert len(headers) == 5
+        metas = {header.meta.chunk_hash: header.meta for header in headers if header is not None}
+        assert len(metas) == 5
+        assert all(not meta.start or meta.parent in metas for meta in metas.values())
+    verify = [sys.executable, "-m", "lmcache_hs_backend.cli.inspect", "verify", str(tmp_path / "bucket" / "v1")]
+    subprocess.run(verify, check=True, timeout=60)
+    with pytest.raises(NotAColdPath, match="only file:// URLs"):
+        ColdTierReader("s3://bucket/prefix")
 
 
 _KILLED = """

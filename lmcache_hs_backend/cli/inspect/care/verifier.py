@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_hs_backend.chunk import chunk_name
 from lmcache_hs_backend.cli.console import bytes_text
 from lmcache_hs_backend.cli.inspect.care.record_check import RecordCheck
 from lmcache_hs_backend.cli.inspect.stream import ChunkStream
@@ -26,6 +25,7 @@ from lmcache_hs_backend.format.header import BadChunk, Header, layer_tensor
 from lmcache_hs_backend.format.layout import strays, strays_beside
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
 from lmcache_hs_backend.format.reader import ColdTierReader, Place
+from lmcache_hs_backend.format.shared_names import is_name_of
 
 #: What can be wrong, and what it means.
 KINDS = {
@@ -236,7 +236,7 @@ def look(place: Place) -> tuple[Header | None, int, BadChunk | None]:
 def check_open(fd: int, size: int, place: Place) -> Header:
     """Judge an open chunk file, rows included. Raises BadChunk or OSError."""
     header = read_open_header(_FILES, fd, size, brief=True)
-    if chunk_name(header.meta.key) != place.file.name:
+    if not is_name_of(header.meta, place.file.name):
         raise BadChunk("key", f"it holds the chunk {header.meta.key[:200]!r}")
     if header.meta.model != place.namespace.model:
         raise BadChunk("model", f"it is of model {header.meta.model[:200]!r}")
