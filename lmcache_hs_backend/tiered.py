@@ -33,7 +33,7 @@ from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
-from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
+from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace
 from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.chores import TICK_SEC, Chores
 from lmcache_hs_backend.tiers.flows.clear import Clear
@@ -46,8 +46,8 @@ from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
 from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
-from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
-from lmcache_hs_backend.tiers.flows.store import Store
+from lmcache_hs_backend.tiers.flows.retrieve_chunks import Retrieve
+from lmcache_hs_backend.tiers.flows.store_chunks import Store
 from lmcache_hs_backend.tiers.flows.touch import touch_first, touch_rest
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows

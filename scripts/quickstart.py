@@ -46,7 +46,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lmcache_hs_backend import ColdTierReader, TieredHiddenStateStore
-from lmcache_hs_backend.integrations.lmcache.backend import HiddenStateKey
+from lmcache_hs_backend.integrations.lmcache.tier_backends import HiddenStateKey
 
 try:
     from lmcache.v1.cache_engine import LMCacheEngineBuilder

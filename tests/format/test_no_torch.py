@@ -20,7 +20,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("module", [*ALL, "lmcache_hs_backend.chunk", "lmcache_hs_backend.tiers.disk.namespace"])
+@pytest.mark.parametrize("module", [*ALL, "lmcache_hs_backend.chunk", "lmcache_hs_backend.tiers.disk.owned_namespace"])
 def test_importing_it_imports_no_torch(module: str) -> None:
     run(f"import {module}")
 

@@ -17,7 +17,7 @@ import pytest
 
 from lmcache_hs_backend.cli import inspect as program
 from lmcache_hs_backend.cli.inspect import COMMANDS
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, fails, inspect
 from tests.support.processes import takes_sigint

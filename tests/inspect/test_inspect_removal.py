@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_hs_backend.config import GIB
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
 from tests.support.inspecting import PROGRAM, environment, fails, inspect, inspect_json
 

@@ -27,7 +27,7 @@ from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.reader import ColdTierReader
 from lmcache_hs_backend.format.request_log import RecordWriter
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, HIDDEN, MODEL, Prompt, add_prompt, file_bytes, namespace, refs_of, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, inspect, inspect_json
 from tests.support.processes import takes_sigint

@@ -13,7 +13,7 @@ import prometheus_client
 import pytest
 
 from lmcache_hs_backend.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock
+from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, HIDDEN, Prompt, add_prompt, namespace, tokens_of
 from tests.support.inspecting import blocking, fails, inspect, inspect_json
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache.utils import STR_DTYPE_TO_TORCH_DTYPE, CacheEngineKey, LayerCacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
 
-from lmcache_hs_backend.integrations.lmcache.backend import HiddenStateKey
+from lmcache_hs_backend.integrations.lmcache.tier_backends import HiddenStateKey
 from tests.support.engines import CHUNK, HIDDEN, Engine, rows_of, tokens_of
 
 pytestmark = pytest.mark.engine

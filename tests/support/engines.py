@@ -24,7 +24,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.layout import SUFFIX
-from lmcache_hs_backend.integrations.lmcache.backend import HiddenStateKey
+from lmcache_hs_backend.integrations.lmcache.tier_backends import HiddenStateKey
 from tests.support.waiting import wait_until
 
 try:

@@ -38,8 +38,8 @@ from lmcache_hs_backend.format.layout import (
 from lmcache_hs_backend.format.pages import ALIGN, align
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.health import DiskHealth
-from lmcache_hs_backend.tiers.disk.namespace import NotOurs, OwnedNamespace
 from lmcache_hs_backend.tiers.disk.optional_calls import OptionalCalls
+from lmcache_hs_backend.tiers.disk.owned_namespace import NotOurs, OwnedNamespace
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 
 from lmcache_hs_backend.metrics import GAUGES
-from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
+from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace
 from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.core import Core, all_present
 from lmcache_hs_backend.tiers.flows.gauges import publish

@@ -24,7 +24,7 @@ from lmcache_hs_backend.tiers.memory.copies import (
     pieces_of,
 )
 from lmcache_hs_backend.tiers.memory.runs import Move, copy_pairs
-from lmcache_hs_backend.tiers.state.jobs import Job
+from lmcache_hs_backend.tiers.state.jobs import FileJob
 
 #: So few copies that forming a team for each does not count.
 _FEW_PAIRS = 4
@@ -33,7 +33,7 @@ _TEAM_BYTES = 32 << 20
 
 
 @dataclass(eq=False)
-class CopyJob(Job):
+class CopyJob(FileJob):
     """An idle I/O thread takes pieces of a copy."""
 
     copies: SharedCopies

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.memory.copies import work_alone
-from lmcache_hs_backend.tiers.state.jobs import CallJob, Job, WriteJob
+from lmcache_hs_backend.tiers.state.jobs import CallJob, FileJob, WriteJob
 from lmcache_hs_backend.tiers.state.writing import IDLE_SEC, next_write
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class IoThreads:
     def __init__(self, core: Core, threads: int) -> None:
         """Raises RuntimeError when the system starts no more threads."""
         self._core = core
-        self._flows: dict[type[Job], Callable[[Any], None]] = {CallJob: _call}
+        self._flows: dict[type[FileJob], Callable[[Any], None]] = {CallJob: _call}
         self._active = 0  # threads with a job; the store's lock guards it
         self._idle = 0  # threads that wait for one
         self._last_end = -_RECENT_SEC  # when a job last ended
@@ -54,7 +54,7 @@ class IoThreads:
         """How many threads there are."""
         return len(self._threads)
 
-    def register(self, kind: type[Job], flow: Callable[[Any], None]) -> None:
+    def register(self, kind: type[FileJob], flow: Callable[[Any], None]) -> None:
         """``flow`` does the jobs of this type, from now on."""
         self._flows[kind] = flow
 
@@ -63,7 +63,7 @@ class IoThreads:
         """Whether a thread has something to do, or had a moment ago. Without the lock, so it may be over by now."""
         return self._active > 0 or time.monotonic() < self._last_end + _RECENT_SEC
 
-    def submit_if_idle(self, jobs: Sequence[Job], *, only_idle: bool) -> None:
+    def submit_if_idle(self, jobs: Sequence[FileJob], *, only_idle: bool) -> None:
         """Have threads do these that are idle at this moment, or will be when the reads before it are over.
 
         ``only_idle``: when there are fewer of them, the rest is not done, so nothing piles up behind a disk that hangs.
@@ -108,7 +108,7 @@ class IoThreads:
             job = None  # it may hold memory of a caller's result, and the next one may be long in coming
             job = self._next(had_job=True)
 
-    def _next(self, *, had_job: bool) -> Job | None:
+    def _next(self, *, had_job: bool) -> FileJob | None:
         """The thread's next job; None when the thread shall end."""
         core = self._core
         with core.lock:
@@ -119,7 +119,7 @@ class IoThreads:
             self._active += job is not None
             return job
 
-    def _take(self) -> Job | None:
+    def _take(self) -> FileJob | None:
         core, jobs = self._core, self._core.state.jobs
         while True:
             now = time.monotonic()

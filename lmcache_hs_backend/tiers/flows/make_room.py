@@ -13,7 +13,7 @@ import threading
 import time
 
 from lmcache_hs_backend.format.chunk_file import FileLayer
-from lmcache_hs_backend.tiers.disk.namespace import refuse_links
+from lmcache_hs_backend.tiers.disk.owned_namespace import refuse_links
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.state import making_room

@@ -34,7 +34,7 @@ from lmcache_hs_backend.format.layout import (
     scan_flat,
 )
 from lmcache_hs_backend.format.namespace import namespaces
-from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock, refuse_links
+from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock, refuse_links
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.state import recovering
 

@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 
 from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
 from lmcache_hs_backend.format.namespace import NamespaceId
-from lmcache_hs_backend.tiers.disk.namespace import OwnedNamespace
+from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace
 from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads

@@ -24,7 +24,7 @@ from lmcache_hs_backend.tiers.memory.copies import CopyRows, copy_alone
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.state import reading
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry, Slot
-from lmcache_hs_backend.tiers.state.jobs import Job
+from lmcache_hs_backend.tiers.state.jobs import FileJob
 from lmcache_hs_backend.tiers.state.reading import ReadPlan
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _BACKLOG = 2
 
 
 @dataclass(eq=False)
-class ReadJob(Job):
+class ReadJob(FileJob):
     """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory.
 
     For a caller that waits, the rows then go on into its result, while the other reads go on. The name stays busy
@@ -278,7 +278,7 @@ class Reads:
 
 
 @dataclass(eq=False)
-class HeaderJob(Job):
+class HeaderJob(FileJob):
     """Read the header of a file found at start, because a call asks for its chunk now."""
 
     entry: ChunkEntry

@@ -28,8 +28,8 @@ from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
 from lmcache_hs_backend.format.shared_names import content_name, tags
 from lmcache_hs_backend.tiers.flows.core import Core
-from lmcache_hs_backend.tiers.flows.retrieve import Retrieve
-from lmcache_hs_backend.tiers.flows.store import Store
+from lmcache_hs_backend.tiers.flows.retrieve_chunks import Retrieve
+from lmcache_hs_backend.tiers.flows.store_chunks import Store
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.shared.bucket import Bucket, Fetched
 from lmcache_hs_backend.tiers.state import reading, sharing

@@ -24,7 +24,7 @@ _READS_IN_A_ROW = 8
 _OTHERS_IN_A_ROW = 4
 
 
-class Job:
+class FileJob:
     """One piece of work for an I/O thread on the file of chunk ``name``, or on none (``b""``)."""
 
     name: bytes = b""
@@ -32,7 +32,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class CallJob(Job):
+class CallJob(FileJob):
     """A plain function call on an I/O thread."""
 
     function: Callable[[], Any]
@@ -40,14 +40,14 @@ class CallJob(Job):
 
 
 @dataclass(eq=False)
-class DeleteJob(Job):
+class DeleteJob(FileJob):
     """Delete the file that a dropped chunk has left (``accounts.leftover``)."""
 
     name: bytes
 
 
 @dataclass(eq=False)
-class ArchiveJob(Job):
+class ArchiveJob(FileJob):
     """Move the file of a dropped chunk to the archive, with all its layers.
 
     ``pinned``: it has rows that only RAM holds, and is pinned until they are written.
@@ -61,7 +61,7 @@ class ArchiveJob(Job):
 
 
 @dataclass(eq=False)
-class WriteJob(Job):
+class WriteJob(FileJob):
     """Write a chunk's file: what RAM holds, merged with what the file had. The chunk is pinned meanwhile."""
 
     entry: ChunkEntry
@@ -72,7 +72,7 @@ class WriteJob(Job):
 
 
 @dataclass(eq=False)
-class SaveUseJob(Job):
+class SaveUseJob(FileJob):
     """Store a chunk's last use in its file's mtime, unless it is later than ``until`` (monotonic) by then."""
 
     entry: ChunkEntry
@@ -86,14 +86,14 @@ class JobQueue:
     """Which jobs may start, which names are busy, and which jobs wait for their name."""
 
     def __init__(self) -> None:
-        self._reads: deque[Job] = deque()
-        self._others: deque[Job] = deque()
-        self._busy: dict[bytes, deque[Job]] = {}  # jobs that wait for the name
+        self._reads: deque[FileJob] = deque()
+        self._others: deque[FileJob] = deque()
+        self._busy: dict[bytes, deque[FileJob]] = {}  # jobs that wait for the name
         self._running: dict[bytes, float] = {}  # names whose job a thread has in hand, and since when (monotonic)
         self._reads_in_a_row = 0
         self._others_in_a_row = 0
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: FileJob) -> None:
         """Queue a job behind those that its name already has."""
         if job.name:
             waiting = self._busy.get(job.name)
@@ -109,7 +109,7 @@ class JobQueue:
         self._busy[name] = deque()
         self._running[name] = now
 
-    def start(self, now: float, *, write_first: bool = False) -> Job | None:
+    def start(self, now: float, *, write_first: bool = False) -> FileJob | None:
         """The next job to run, of those that wait for no other; None when there is none, or a write is due.
 
         ``write_first``: whether a write may be taken instead when deletions have had their share.
@@ -167,10 +167,10 @@ class JobQueue:
         """How many operations on a chunk's file were started before ``since`` and have not returned."""
         return sum(started < since for started in list(self._running.values()))
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: FileJob) -> None:
         (self._reads if job.is_read else self._others).append(job)
 
-    def _started(self, job: Job, now: float) -> Job:
+    def _started(self, job: FileJob, now: float) -> FileJob:
         if job.name:
             self._running[job.name] = now
         return job

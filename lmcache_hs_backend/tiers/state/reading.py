@@ -18,7 +18,7 @@ from lmcache_hs_backend.tiers.state.tier_state import TierState
 
 
 @dataclass(slots=True)
-class Walk:
+class PromptWalk:
     """What a walk over a prompt has found: its pinned chunks, from the first on."""
 
     entries: list[ChunkEntry] = field(default_factory=list)
@@ -29,19 +29,24 @@ class Walk:
 
 def prepare_retrieve(
     state: TierState, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], *, native: bool, readable: bool
-) -> Walk:
+) -> PromptWalk:
     """Pin the chunks, from the first on, that have every layer in one shape.
 
     ``native``: in one dtype, too. ``readable``: whether the disk answers.
     """
-    walk = Walk()
+    walk = PromptWalk()
     walk.miss = _look_up(state, refs, layer_idxs, native, readable, walk)
     state.pin(walk.entries)
     return walk
 
 
 def _look_up(
-    state: TierState, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], native: bool, readable: bool, walk: Walk
+    state: TierState,
+    refs: Sequence[ChunkRef],
+    layer_idxs: Sequence[int],
+    native: bool,
+    readable: bool,
+    walk: PromptWalk,
 ) -> str | None:
     """Add to the walk what may be served. Returns why the chunk after it may not."""
     found, first, entries = walk.entries, walk.specs, state.entries
@@ -76,7 +81,7 @@ def _look_up(
 def judge_presence(
     state: TierState,
     refs: Sequence[ChunkRef],
-    walk: Walk,
+    walk: PromptWalk,
     answers: Sequence[Presence],
     asked_ns: int,
     now_ns: int,
@@ -102,7 +107,7 @@ def judge_presence(
     return known, miss
 
 
-def end_retrieve(state: TierState, walk: Walk, served: int) -> None:
+def end_retrieve(state: TierState, walk: PromptWalk, served: int) -> None:
     """Unpin the walk; the chunks that were served become the youngest, the first one youngest of all."""
     state.unpin(walk.entries[served:])
     used = walk.entries[:served]

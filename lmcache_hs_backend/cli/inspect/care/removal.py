@@ -61,7 +61,7 @@ def remove(deletions: list[Deletion], args: argparse.Namespace, output: Output, 
 
 def _delete(deletions: Iterable[Deletion], advance: Callable[[int], None]) -> DeletionOutcome:
 
-    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock  # imports aiofiles
+    from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock  # imports aiofiles
 
     by_namespace: dict[str, list[Deletion]] = defaultdict(list)
     for file in deletions:

@@ -46,7 +46,7 @@ def repair(findings: list[Finding]) -> Iterator[tuple[Finding, bool, str]]:
     if not by_namespace:
         return
 
-    from lmcache_hs_backend.tiers.disk.namespace import NamespaceLock  # imports aiofiles
+    from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock  # imports aiofiles
 
     for directory, group in by_namespace.items():
         try:

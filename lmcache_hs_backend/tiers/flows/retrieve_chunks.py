@@ -23,7 +23,7 @@ from lmcache_hs_backend.tiers.memory.copies import alone, copy_serially
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.state import making_room, reading
 from lmcache_hs_backend.tiers.state.entries import ChunkEntry
-from lmcache_hs_backend.tiers.state.reading import Walk
+from lmcache_hs_backend.tiers.state.reading import PromptWalk
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Retrieve:
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
         return self._core.pool.get(tokens * hidden_dim * dtype.itemsize).rows(tokens, hidden_dim, dtype)
 
-    def _copy_hot(self, refs: Sequence[ChunkRef], walk: Walk, rows: Mapping[int, torch.Tensor]) -> None:
+    def _copy_hot(self, refs: Sequence[ChunkRef], walk: PromptWalk, rows: Mapping[int, torch.Tensor]) -> None:
         parts = []
         for layer_idx, tensor in rows.items():
             pairs: Iterable[tuple[ChunkRef, ChunkEntry]] = zip(refs, walk.entries, strict=False)
@@ -138,7 +138,7 @@ class Retrieve:
             parts.append((tensor, [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]))
         self._copier.copy_out(parts, reading=bool(walk.cold))
 
-    def _submit_reads(self, walk: Walk, positions: Sequence[int], pending: PendingReads) -> None:
+    def _submit_reads(self, walk: PromptWalk, positions: Sequence[int], pending: PendingReads) -> None:
         """Have cold chunks read side by side, into slots that are side by side as far as there is room."""
         core, entries = self._core, walk.entries
         with core.lock:
