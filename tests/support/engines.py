@@ -151,7 +151,9 @@ def our_threads() -> list[str]:
 
 def chunk_files(directory: object) -> list[Path]:
     """The chunk files below a directory, archived and quarantined ones included."""
-    return sorted(Path(str(directory)).rglob(f"*{SUFFIX}"))
+    # os.walk passes over a directory that vanishes meanwhile, such as one of the trash; Path.rglob raises.
+    walk = os.walk(str(directory))
+    return sorted(Path(folder, file) for folder, _, files in walk for file in files if file.endswith(SUFFIX))
 
 
 def make_metadata(**changes: Any) -> LMCacheMetadata:
