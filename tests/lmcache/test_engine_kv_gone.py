@@ -34,9 +34,13 @@ def balances(engine: Engine) -> bool:
     """What is counted is what is there: bytes in RAM by chunk, bytes on disk by file."""
     stats = engine.store.stats()
     files = engine.files
+    try:
+        on_disk = sum(path.stat().st_size for path in files)
+    except FileNotFoundError:  # one has just been deleted: then not yet
+        return False
     return (
         stats["hot_bytes"] == stats["hot_chunks"] * CHUNK_BYTES
-        and stats["cold_bytes"] == sum(path.stat().st_size for path in files)
+        and stats["cold_bytes"] == on_disk
         and stats["cold_chunks"] == len(files)
     )
 
