@@ -155,14 +155,17 @@ class TierBackend(NothingForKv, StorageBackendInterface):  # type: ignore[misc]
         return None if rows is None else _memory_obj(rows)
 
     def batched_get_blocking(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
+        """One copy for each key, None where this tier does not hold the layer."""
         return [self.get_blocking(key) for key in keys]
 
     async def batched_async_contains(self, lookup_id: str, keys: Sequence[CacheEngineKey], pin: bool = False) -> int:
+        """How many keys, from the first on, this tier holds."""
         return int(self.batched_contains(list(keys), pin))
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: Sequence[CacheEngineKey], transfer_spec: Any = None
     ) -> list[MemoryObj]:
+        """Copies for the keys that this tier holds, from the first on."""
         found = self.batched_get_blocking(keys)
         return [obj for obj in found if obj is not None]
 
@@ -193,6 +196,7 @@ class TierBackend(NothingForKv, StorageBackendInterface):  # type: ignore[misc]
         return 0
 
     def get_allocator_backend(self) -> Any:
+        """LMCache's present allocator."""
         return self._allocator()
 
     def close(self) -> None:
