@@ -80,6 +80,12 @@ def command(model: str, served: Served, data: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "lmcache_hs_backend.cli.capture", *words]
 
 
+def records(served: Served) -> list[dict[str, Any]]:
+    """All records there are, also when there is no chunk yet."""
+    stored = ColdPath(str(served.cold))
+    return stored.records() if stored.chunks else []
+
+
 def capture(words: list[str], key: str | None = KEY) -> subprocess.CompletedProcess[str]:
     environ = environment(True) | ({"VLLM_API_KEY": key} if key else {})
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=200, check=False)
@@ -119,18 +125,18 @@ def test_rows_with_bad_ones_among_them_go_through_a_server_once(model_dir: str, 
     files = [str(CASES / name) for name in ("bad_latin1.jsonl", "bad_content_parts.jsonl", "bad_empty_ids.jsonl")]
     words = command(model_dir, served, Path(files[0]), *files[1:], "--cold-path", str(served.cold))
     words += ["--rejected", str(tmp_path / "rejected")]
-    before = len(ColdPath(str(served.cold)).records())
+    before = len(records(served))
     done = capture(words)
     assert done.returncode == 1
     assert "3 of 3 rows are in" in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "rejected").read_text().splitlines()]
     assert [(line["file"], line["line"]) for line in lines] == [(files[0], 2), (files[2], 2)]
-    records = ColdPath(str(served.cold)).records()[before:]
-    assert sorted(record["num_tokens"] for record in records) == [39, 44, 44]
-    assert sorted(map(str, (record["loss_spans"] for record in records))) == ["[[35, 38]]", "[[37, 43]]", "[[37, 43]]"]
+    added = records(served)[before:]
+    assert sorted(record["num_tokens"] for record in added) == [39, 44, 44]
+    assert sorted(map(str, (record["loss_spans"] for record in added))) == ["[[35, 38]]", "[[37, 43]]", "[[37, 43]]"]
     again = capture(words)
     assert "3 different rows, 3 done already" in again.stderr
-    assert len(ColdPath(str(served.cold)).records()) == before + 3
+    assert len(records(served)) == before + 3
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     turns = json.loads((CASES / "bad_bom.jsonl").read_text(encoding="utf-8-sig").splitlines()[0])["messages"]
     ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
@@ -176,11 +182,11 @@ def test_ctrl_c_ends_within_two_seconds_and_the_same_command_goes_on(
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}. {text}"}) + "\n" for n, text in enumerate(different(24))))
     words = command(model_dir, served, data, "--cold-path", str(served.cold), "--max-tokens", "64")
-    before = len(ColdPath(str(served.cold)).records())
+    before = len(records(served))
     process = subprocess.Popen(
         words, env={**environment(True), "VLLM_API_KEY": KEY}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_until(lambda: len(ColdPath(str(served.cold)).records()) >= before + 3 or process.poll() is not None, 120)
+    wait_until(lambda: len(records(served)) >= before + 3 or process.poll() is not None, 120)
     assert process.poll() is None, process.communicate()
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
