@@ -107,8 +107,10 @@ def end_children() -> None:
     """Ask the processes below this one to end, and kill those that do not at once. Chunks are whole or not there."""
     import psutil  # vLLM needs it as well
 
-    children = psutil.Process().children(recursive=True)
+    children: list[Any] = []
     for ask, seconds in ((signal.SIGTERM, _ASK_SEC), (signal.SIGKILL, _KILL_SEC)):
+        # Looked up each time: a process that is starting makes others meanwhile.
+        children = list({*children, *psutil.Process().children(recursive=True)})
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(ask)
