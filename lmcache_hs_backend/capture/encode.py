@@ -1,6 +1,6 @@
 """What one row of a data set becomes: token ids, and which of them are trained on. No I/O, no vLLM.
 
-A row is a dict. The first of these columns that is not empty is used (``Encoder(column=…)`` names one instead):
+A row is a dict. The first of these columns that is not empty is used (``RowEncoder(column=…)`` names one instead):
 
 1. turns: ``messages``, ``conversations``, ``conversation``, ``dialog``, ``dialogue``, ``turns``, or a list under
    ``prompt``;
@@ -70,7 +70,7 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRow:
     """A row as tokens.
 
     ``complete``: it has its answer, and is only read. ``loss_spans``: what to train on; None for a row that is to be
@@ -102,7 +102,7 @@ class _Chat:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class Encoder:
+class RowEncoder:
     """Turns rows into tokens, for one model. Not thread-safe; keeps nothing of a row."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Encoder:
         self._closed = re.compile(rf"({any_special})\s*\Z")
         self._closing = re.compile(rf"\s*(?:{any_special})")
 
-    def encode(self, row: object) -> Encoded:
+    def encode(self, row: object) -> EncodedRow:
         """Raises BadRow."""
         if not isinstance(row, dict):
             raise BadRow(f"the row is {_kind(row)}, not an object with columns")
@@ -170,7 +170,7 @@ class Encoder:
             raise BadRow(f"token id {wrong} is not one of the model's, whose largest is {self._max_id}")
         count = len(ids)
         if self.max_tokens is None or count <= self.max_tokens:
-            return Encoded(ids, complete, spans, None, column, beside)
+            return EncodedRow(ids, complete, spans, None, column, beside)
         if not self._cut:
             raise BadRow(
                 f"{count:,} tokens, max_model_len {self.max_tokens + 1}: too long (--too-long cut would cut it)"
@@ -180,7 +180,7 @@ class Encoder:
                 f"{count:,} tokens, max_model_len {self.max_tokens + 1}: a prompt to be answered cannot be cut"
             )
         kept = tuple((begin, min(end, self.max_tokens)) for begin, end in spans if begin < self.max_tokens)
-        return Encoded(ids[: self.max_tokens], complete, kept, count, column, beside)
+        return EncodedRow(ids[: self.max_tokens], complete, kept, count, column, beside)
 
     # -- columns -----------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lmcache_hs_backend.capture.backend import Outcome, Request
-from lmcache_hs_backend.capture.settings import CaptureError, Settings
+from lmcache_hs_backend.capture.capture_settings import CaptureError, Settings
+from lmcache_hs_backend.capture.vllm_backends import Outcome, Request
 
 _ASK_SEC = 0.7  # Ctrl-C ends within two seconds in all
 _KILL_SEC = 0.3

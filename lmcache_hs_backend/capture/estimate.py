@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import xxhash
 
-from lmcache_hs_backend.capture.encode import Encoded
-from lmcache_hs_backend.capture.settings import Settings
+from lmcache_hs_backend.capture.capture_settings import Settings
+from lmcache_hs_backend.capture.encode import EncodedRow
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
 from lmcache_hs_backend.format.header import build_preamble, file_order
 
@@ -70,7 +70,7 @@ class Estimate:
     beside: dict[str, int] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
 
-    def add(self, row: Encoded, *, again: bool, done: bool) -> None:
+    def add(self, row: EncodedRow, *, again: bool, done: bool) -> None:
         """Count a row. ``again``: an equal one was added before; ``done``: its chunks are on disk."""
         self.rows += 1
         self.columns[row.column] = self.columns.get(row.column, 0) + 1

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.capture.settings import CaptureError, Settings
+from lmcache_hs_backend.capture.capture_settings import CaptureError, Settings
 from lmcache_hs_backend.dataset.chains import Report, requests
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.dataset.forest import UsableForest

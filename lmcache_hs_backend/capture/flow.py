@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from lmcache_hs_backend.capture.backend import Backend, Outcome, Request
 from lmcache_hs_backend.capture.budget import DiskBudget
-from lmcache_hs_backend.capture.encode import BadRow, Encoded, Encoder
+from lmcache_hs_backend.capture.capture_settings import CaptureError, Settings
+from lmcache_hs_backend.capture.encode import BadRow, EncodedRow, RowEncoder
 from lmcache_hs_backend.capture.estimate import ChunkSizes, Estimate
 from lmcache_hs_backend.capture.finished import Recorded, RecordTail, finished_rows, is_ours
-from lmcache_hs_backend.capture.settings import CaptureError, Settings
 from lmcache_hs_backend.capture.sources import SourceError, read_rows
+from lmcache_hs_backend.capture.vllm_backends import Backend, Outcome, Request
 from lmcache_hs_backend.format.namespace import read_record
 
 REJECTED = "rejected.jsonl"
@@ -43,7 +43,7 @@ class Bad(NamedTuple):
         return f"{self.file}, line {self.line}: {self.reason}"
 
 
-class Progress(NamedTuple):
+class CaptureProgress(NamedTuple):
     """How far a run is. ``seconds_left`` is None until it can be told."""
 
     rows: int
@@ -67,16 +67,16 @@ class View(Protocol):
     def reading(self, rows: int) -> None:
         """So many rows have been counted so far."""
 
-    def running(self, progress: Progress) -> None:
+    def running(self, progress: CaptureProgress) -> None:
         """So far the run has come."""
 
 
 @dataclass
-class Job:
+class CaptureJob:
     """One data set and one model. ``limit``: only so many different rows; ``served``: a server has the model."""
 
     settings: Settings
-    encoder: Encoder
+    encoder: RowEncoder
     paths: Sequence[str]
     view: View
     limit: int | None = None
@@ -108,7 +108,7 @@ class Interrupted(Exception):
 # -- counting --------------------------------------------------------------------------------------------
 
 
-def survey(job: Job) -> Estimate:
+def survey(job: CaptureJob) -> Estimate:
     """Go through all rows without a model: the figures, and in ``job`` the bad rows and what is done already.
 
     Raises CaptureError and SourceError.
@@ -125,7 +125,7 @@ def survey(job: Job) -> Estimate:
     return estimate
 
 
-def _encoded(job: Job) -> Iterator[tuple[str, Encoded, int]]:
+def _encoded(job: CaptureJob) -> Iterator[tuple[str, EncodedRow, int]]:
     """The good rows, with their place and id. Bad ones are noted in the job."""
     different: set[int] = set()
     for source in read_rows(job.paths):
@@ -144,7 +144,7 @@ def _encoded(job: Job) -> Iterator[tuple[str, Encoded, int]]:
         yield f"{source.file}, line {source.number}", row, row_id
 
 
-def row_number(row: Encoded, settings: Settings) -> int:
+def row_number(row: EncodedRow, settings: Settings) -> int:
     """The id of a row: a hash of its tokens, and of what is trained on or how it is answered."""
     if row.complete:
         what = json.dumps(["read", row.loss_spans])
@@ -153,7 +153,7 @@ def row_number(row: Encoded, settings: Settings) -> int:
     return xxhash.xxh3_128_intdigest(array("q", row.token_ids).tobytes() + what.encode())
 
 
-def figures(job: Job, estimate: Estimate) -> dict[str, Any]:
+def figures(job: CaptureJob, estimate: Estimate) -> dict[str, Any]:
     """All that a dry run says, as plain values. Sizes in bytes."""
     settings = job.settings
     budget = _budget(settings)
@@ -199,7 +199,7 @@ def _budget(settings: Settings) -> DiskBudget:
 # -- running ---------------------------------------------------------------------------------------------
 
 
-def run(job: Job, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
+def run(job: CaptureJob, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
     """Run every row that is not done. ``start`` makes the backend; a server's first row proves that it captures.
 
     Raises CaptureError, SourceError, and Interrupted.
@@ -230,7 +230,7 @@ def run(job: Job, estimate: Estimate, start: Callable[[], Backend]) -> Summary:
         raise
 
 
-def _count_again(job: Job, max_model_len: int) -> Estimate:
+def _count_again(job: CaptureJob, max_model_len: int) -> Estimate:
     """The model takes another length than its config says: other rows are too long, or are cut to another length."""
     job.view.warn(f"the model runs with max_model_len {max_model_len:,}; the rows are counted again")
     job.encoder.max_tokens = max_model_len - 1
@@ -244,7 +244,7 @@ def _count_again(job: Job, max_model_len: int) -> Estimate:
 class _Runner:
     """The state of one run."""
 
-    def __init__(self, job: Job, estimate: Estimate) -> None:
+    def __init__(self, job: CaptureJob, estimate: Estimate) -> None:
         self._job = job
         self._settings = job.settings
         self._sizes = estimate.sizes
@@ -367,7 +367,7 @@ class _Runner:
         rate = self._tokens / seconds
         left = max(0.0, self._tokens_to_do - self._tokens) / rate if rate else None
         self._job.view.running(
-            Progress(self._rows, self._rows_to_do, self._tokens, self._failed, rate, left, self._budget.on_disk)
+            CaptureProgress(self._rows, self._rows_to_do, self._tokens, self._failed, rate, left, self._budget.on_disk)
         )
 
     def _full(self, request: Request) -> None:
@@ -432,7 +432,7 @@ class _Runner:
 # -- the bad rows ----------------------------------------------------------------------------------------
 
 
-def write_rejected(job: Job) -> str | None:
+def write_rejected(job: CaptureJob) -> str | None:
     """Write the bad rows where the user wants them, and say where; None: there are none, and no file is asked for.
 
     Without ``--rejected`` the file is in the cold path, and one of an earlier run goes when there is no bad row.

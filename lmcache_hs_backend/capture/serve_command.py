@@ -6,7 +6,7 @@ import json
 import shlex
 from importlib import metadata
 
-from lmcache_hs_backend.capture.settings import Settings
+from lmcache_hs_backend.capture.capture_settings import Settings
 
 
 def serve_words(settings: Settings) -> list[str]:

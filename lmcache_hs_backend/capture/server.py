@@ -15,8 +15,8 @@ from http.client import HTTPException
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from lmcache_hs_backend.capture.backend import Outcome, Request
-from lmcache_hs_backend.capture.settings import CaptureError, Settings
+from lmcache_hs_backend.capture.capture_settings import CaptureError, Settings
+from lmcache_hs_backend.capture.vllm_backends import Outcome, Request
 
 API_KEY = "VLLM_API_KEY"
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
 
 if TYPE_CHECKING:
-    from lmcache_hs_backend.capture.backend import Backend
-    from lmcache_hs_backend.capture.flow import Job, Progress, Summary
-    from lmcache_hs_backend.capture.settings import Settings
+    from lmcache_hs_backend.capture.capture_settings import Settings
+    from lmcache_hs_backend.capture.flow import CaptureJob, CaptureProgress, Summary
+    from lmcache_hs_backend.capture.vllm_backends import Backend
 
 PROGRAM = "lmcache-hs-capture"
 
@@ -107,8 +107,8 @@ def program() -> None:
 
 def _capture(args: argparse.Namespace, vllm_words: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; and forks of vLLM's would warn
+    from lmcache_hs_backend.capture.capture_settings import CaptureError, load
     from lmcache_hs_backend.capture.flow import Interrupted
-    from lmcache_hs_backend.capture.settings import CaptureError, load
     from lmcache_hs_backend.capture.sources import SourceError
 
     names = ("cold_path", "max_cold_size", "max_tokens", "layers", "chat_template_kwargs")
@@ -141,7 +141,9 @@ def _run(args: argparse.Namespace, settings: Settings, view: _View) -> int:
 
     for text in settings.warnings():
         view.warn(f"warning: {text}")
-    job = flow.Job(settings, _encoder(args, settings), args.data, view, args.limit, args.rejected, bool(args.server))
+    job = flow.CaptureJob(
+        settings, _encoder(args, settings), args.data, view, args.limit, args.rejected, bool(args.server)
+    )
     estimate = flow.survey(job)
     said = flow.figures(job, estimate)
     if args.dry_run:
@@ -170,8 +172,8 @@ def _run(args: argparse.Namespace, settings: Settings, view: _View) -> int:
 
 
 def _encoder(args: argparse.Namespace, settings: Settings) -> Any:
-    from lmcache_hs_backend.capture.encode import Encoder
-    from lmcache_hs_backend.capture.settings import CaptureError, load_tokenizer
+    from lmcache_hs_backend.capture.capture_settings import CaptureError, load_tokenizer
+    from lmcache_hs_backend.capture.encode import RowEncoder
 
     template = None
     if args.chat_template is not None:
@@ -181,7 +183,7 @@ def _encoder(args: argparse.Namespace, settings: Settings) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise CaptureError(f"--chat-template {args.chat_template} cannot be read: {error}") from None
     longest = settings.max_model_len
-    return Encoder(
+    return RowEncoder(
         load_tokenizer(settings),
         max_id=settings.facts.vocab_size - 1,
         max_tokens=None if longest is None else longest - 1,
@@ -238,7 +240,7 @@ def _outcome(summary: Summary) -> dict[str, Any]:
     return {"captured": summary.captured, "missing": summary.rows - summary.captured, "stopped": summary.stopped}
 
 
-def _summary_lines(summary: Summary, job: Job) -> Iterator[str]:
+def _summary_lines(summary: Summary, job: CaptureJob) -> Iterator[str]:
     if summary.stopped:
         yield summary.stopped
     yield f"{summary.captured:,} of {summary.rows:,} rows are in {job.settings.cold_path}"
@@ -279,7 +281,7 @@ class _View:
         if self._console.is_terminal:
             self._show("reading rows", None, rows, "")
 
-    def running(self, progress: Progress) -> None:
+    def running(self, progress: CaptureProgress) -> None:
         left = "" if progress.seconds_left is None else f", about {duration_text(progress.seconds_left)} left"
         text = f"{progress.tokens:,} tokens, {progress.tokens_per_sec:,.0f} tokens/s, {progress.failed} failed{left}"
         if self._console.is_terminal:

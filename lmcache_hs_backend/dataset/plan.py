@@ -13,7 +13,7 @@ import torch
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES
 from lmcache_hs_backend.dataset import chains
-from lmcache_hs_backend.dataset.capture import POST_NORM, PRE_NORM, Capture, Layers, choose_layers
+from lmcache_hs_backend.dataset.capture_info import POST_NORM, PRE_NORM, Capture, Layers, choose_layers
 from lmcache_hs_backend.dataset.chains import Report, Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm, layers_of

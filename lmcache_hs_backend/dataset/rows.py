@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
-from lmcache_hs_backend.dataset.capture import Layers
+from lmcache_hs_backend.dataset.capture_info import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm

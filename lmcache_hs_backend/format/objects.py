@@ -1,7 +1,7 @@
 """Objects under a URL (S3, GCS, Azure, a directory) behind one class: put, get, list, delete, and what was answered.
 
 The only place that imports obstore, and only when a URL is used. Every request ends in one of a few answers and raises
-nothing; whether a bucket is worth asking at all is decided elsewhere (``tiers.shared.health``). A request cannot be
+nothing; whether a bucket is worth asking at all is decided elsewhere (``tiers.shared.breakers``). A request cannot be
 cancelled: it keeps its thread until its timeout, so callers bring threads of their own.
 
 obstore's runtime does not survive a fork: a request in the child would never return. There, every answer is OFFLINE at

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_hs_backend.capture.encode import BadRow, Encoded, Encoder
+from lmcache_hs_backend.capture.encode import BadRow, EncodedRow, RowEncoder
 from lmcache_hs_backend.capture.sources import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +36,9 @@ def tokenizer(smollm2: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(smollm2)
 
 
-def encode_file(encoder: Encoder, path: Path) -> list[Encoded | str]:
+def encode_file(encoder: RowEncoder, path: Path) -> list[EncodedRow | str]:
     """Every row of a file: what it became, or why it is a bad row."""
-    found: list[Encoded | str] = []
+    found: list[EncodedRow | str] = []
     for row in read_rows([str(path)]):
         try:
             if row.problem:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_hs_backend.capture.settings import DEFAULTS
+from lmcache_hs_backend.capture.capture_settings import DEFAULTS
 from lmcache_hs_backend.cli.capture import main
 from tests.capture.conftest import CASES, ROOT
 from tests.support.waiting import wait_until

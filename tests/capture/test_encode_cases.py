@@ -8,28 +8,28 @@ from typing import Any
 
 import pytest
 
-from lmcache_hs_backend.capture.encode import BadRow, Encoded, Encoder
+from lmcache_hs_backend.capture.encode import BadRow, EncodedRow, RowEncoder
 from tests.capture.conftest import CASES, LARGEST_ID, encode_file
 
 GOOD = 44
 
 
-def encoder(tokenizer: Any, **choices: Any) -> Encoder:
-    return Encoder(tokenizer, max_id=LARGEST_ID, **choices)
+def encoder(tokenizer: Any, **choices: Any) -> RowEncoder:
+    return RowEncoder(tokenizer, max_id=LARGEST_ID, **choices)
 
 
-def case(tokenizer: Any, name: str, template: str = "", **choices: Any) -> list[Encoded | str]:
+def case(tokenizer: Any, name: str, template: str = "", **choices: Any) -> list[EncodedRow | str]:
     if template:
         choices["chat_template"] = (CASES / template).read_text()
     return encode_file(encoder(tokenizer, **choices), CASES / name)
 
 
-def good(found: list[Encoded | str]) -> list[Encoded]:
-    assert all(isinstance(row, Encoded) for row in found), found
-    return [row for row in found if isinstance(row, Encoded)]
+def good(found: list[EncodedRow | str]) -> list[EncodedRow]:
+    assert all(isinstance(row, EncodedRow) for row in found), found
+    return [row for row in found if isinstance(row, EncodedRow)]
 
 
-def spans(rows: list[Encoded]) -> list[Any]:
+def spans(rows: list[EncodedRow]) -> list[Any]:
     return [row.loss_spans for row in rows]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_hs_backend.capture.encode import BadRow, Encoder
+from lmcache_hs_backend.capture.encode import BadRow, RowEncoder
 from tests.capture import templates
 
 TOOLS = [{"type": "function", "function": {"name": "tide_at", "parameters": {"type": "object", "properties": {}}}}]
@@ -32,8 +32,8 @@ def marked(tokenizer: Any) -> Any:
     return other
 
 
-def encoder(tokenizer: Any, template: str, **more: Any) -> Encoder:
-    return Encoder(tokenizer, max_id=1 << 20, chat_template=template, **more)
+def encoder(tokenizer: Any, template: str, **more: Any) -> RowEncoder:
+    return RowEncoder(tokenizer, max_id=1 << 20, chat_template=template, **more)
 
 
 def trained(tokenizer: Any, template: str, turns: list[Any], **row: Any) -> list[str]:
@@ -154,6 +154,6 @@ def test_a_tokenizer_without_offsets_gives_the_same_spans_of_text() -> None:
     assert not slow.is_fast
     template = templates.CHATML.replace("<|im_end|>\n", "</s>")  # ByT5 drops white space beside its marks
     turns = [ASK, {"role": "assistant", "content": "Ça monte 🌊"}, MORE, {"role": "assistant", "content": "é"}]
-    got = Encoder(slow, max_id=1 << 20, chat_template=template).encode({"messages": turns})
+    got = RowEncoder(slow, max_id=1 << 20, chat_template=template).encode({"messages": turns})
     assert slow.decode(got.token_ids) == slow.apply_chat_template(turns, chat_template=template, tokenize=False)
     assert [slow.decode(got.token_ids[b:e]) for b, e in got.loss_spans or ()] == ["Ça monte 🌊</s>", "é</s>"]

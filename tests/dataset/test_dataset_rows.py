@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hs_backend.dataset.capture import Capture, Layers, choose_layers
+from lmcache_hs_backend.dataset.capture_info import Capture, Layers, choose_layers
 from lmcache_hs_backend.dataset.errors import REASONS, DatasetError, RowRejected
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,17 @@ def test_the_operators_table_has_every_figure_in_its_own_words() -> None:
     kinds = {"counter": metrics.COUNTERS, "gauge": metrics.GAUGES, "histogram": metrics.HISTOGRAMS}
     expected = [f"| `{name}` | {kind}: {doc} |" for kind, group in kinds.items() for name, doc in group.items()]
     assert table[2:] == expected
+
+
+def test_no_file_name_and_no_class_name_is_there_twice_in_the_package() -> None:
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"]
+    names = Counter(path.name for path in files)
+    # A trainer's name: its format, and the integration that feeds it live.
+    assert {name for name, count in names.items() if count > 1} <= {"speculators.py"}
+    classes = Counter(
+        node.name
+        for path in files
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in classes.items() if count > 1] == []

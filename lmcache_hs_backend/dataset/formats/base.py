@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 import xxhash
 
-from lmcache_hs_backend.dataset.capture import Layers
+from lmcache_hs_backend.dataset.capture_info import Layers
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.rows import Rows
 from lmcache_hs_backend.format.pages import ALIGN

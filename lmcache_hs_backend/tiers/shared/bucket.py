@@ -43,7 +43,7 @@ from lmcache_hs_backend.format.shared_names import (
     shared_namespace,
     tags,
 )
-from lmcache_hs_backend.tiers.shared.health import Breaker
+from lmcache_hs_backend.tiers.shared.breakers import Breaker
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from lmcache_hs_backend.chunk import ChunkRef
 from lmcache_hs_backend.format.request_log import RecordWriter
 from lmcache_hs_backend.integrations.vllm.protocol import Finish
-from lmcache_hs_backend.integrations.vllm.worker_side.stored import PendingChunks, Place, StoredChunks
+from lmcache_hs_backend.integrations.vllm.worker_side.stored import PendingChunks, StoredChunks, StoredPlace
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +112,9 @@ class RequestRecorder:
         in_ram: list[bytes] = []
         for ref in self._successors(finish):
             place = self._chunks.place(ref.name)
-            if place is Place.NOWHERE:
+            if place is StoredPlace.NOWHERE:
                 break
-            if place is Place.RAM:
+            if place is StoredPlace.RAM:
                 in_ram.append(ref.name)
             elif not in_ram:
                 on_disk.append(ref)

@@ -28,7 +28,7 @@ from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, label
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HostRows
 from lmcache_hs_backend.integrations.vllm.worker_side.recorder import RequestRecorder
-from lmcache_hs_backend.integrations.vllm.worker_side.stored import PendingChunks, Place, StoredChunks
+from lmcache_hs_backend.integrations.vllm.worker_side.stored import PendingChunks, StoredChunks, StoredPlace
 from lmcache_hs_backend.integrations.vllm.worker_side.tails import MOST_PARENTS, MOST_RECENT, Tails
 from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
 from lmcache_hs_backend.tiered import TieredStore
@@ -248,7 +248,7 @@ class CaptureSink:
 
     def _supersede(self, tail: bytes, longer: bytes) -> None:
         """Drop a tail once the longer chunk, which has all its rows, is on disk: before that, a crash loses both."""
-        if self._chunks.place(tail) is not Place.NOWHERE:
+        if self._chunks.place(tail) is not StoredPlace.NOWHERE:
             self._pending.add(longer, lambda on_disk: self._drop_tail(tail) if on_disk else None)
 
     def _drop_tail(self, tail: bytes) -> None:

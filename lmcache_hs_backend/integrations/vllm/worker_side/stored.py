@@ -17,7 +17,7 @@ from lmcache_hs_backend.integrations.vllm.worker_side.tails import Tails, shorte
 from lmcache_hs_backend.tiered import TieredStore
 
 
-class Place(enum.Enum):
+class StoredPlace(enum.Enum):
     """Where the tiers hold all layers of a chunk."""
 
     DISK = enum.auto()  # perhaps in RAM as well
@@ -34,15 +34,15 @@ class StoredChunks:
         self._tails = tails
         self._lock = threading.Lock()  # guards _tails
 
-    def place(self, name: bytes) -> Place:
+    def place(self, name: bytes) -> StoredPlace:
         """Where a chunk is. Index only."""
-        found = Place.DISK
+        found = StoredPlace.DISK
         for idx in self._layer_idxs:
             hot, cold = self._store.has(name, idx)
             if not hot and not cold:
-                return Place.NOWHERE
+                return StoredPlace.NOWHERE
             if not cold:
-                found = Place.RAM
+                found = StoredPlace.RAM
         return found
 
     def readable(self, name: bytes) -> bool:
@@ -117,13 +117,13 @@ class PendingChunks:
                 break
             name = next(iter(self._waiting))
             place = self._chunks.place(name)
-            if place is Place.RAM:
+            if place is StoredPlace.RAM:
                 self._waiting.move_to_end(name)
                 waiting += 1
                 continue
             settled += 1
-            if place is Place.DISK:
+            if place is StoredPlace.DISK:
                 on_disk.append(name)
             for then in self._waiting.pop(name):
-                then(place is Place.DISK)
+                then(place is StoredPlace.DISK)
         return on_disk

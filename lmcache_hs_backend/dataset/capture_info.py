@@ -83,10 +83,12 @@ class Layers:
 
     @property
     def slots(self) -> tuple[int, ...]:
+        """The layers of a sample, the last one last."""
         return self.aux if self.last is None else (*self.aux, self.last)
 
     @property
     def convention(self) -> str:
+        """What the layer numbers mean, as the writer said."""
         return self.capture.layer_ids or "storage slots"
 
     def vllm_ids(self) -> list[int] | None:
