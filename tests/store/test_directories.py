@@ -21,7 +21,7 @@ import torch
 
 from lmcache_hs_backend.format import chunk_file, layout
 from lmcache_hs_backend.tiered import TieredStore
-from tests.store.test_surroundings import PLAIN, run_python
+from tests.store.test_environment import PLAIN, run_python
 from tests.support.disks import INJECTED, FaultyDisk
 from tests.support.prompts import (
     CHUNK,
