@@ -56,6 +56,14 @@ def test_every_subject_runs_and_its_figures_are_written_down(record: dict[str, A
 
 
 @pytest.mark.slow
+def test_small_calls_are_measured_when_they_are_named(tmp_path: Path) -> None:
+    done = run("benchmarks", "--tiny", "--only", "callers", "--out", str(tmp_path), "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (measured,) = json.loads((tmp_path / "performance.json").read_text())["subjects"].values()
+    assert any("store, p90, times upstream" in figure["text"] for figure in measured["figures"])
+
+
+@pytest.mark.slow
 def test_what_does_not_depend_on_the_clock_is_reached(record: dict[str, Any]) -> None:
     figures = {figure["name"]: figure for entry in record["subjects"].values() for figure in entry["figures"]}
     for name in ("space.ram", "space.metadata", "zipf.hit_rate", "zipf.hits_vs_upstream"):
