@@ -28,7 +28,7 @@ def main() -> None:
         wanted = [n for n in archive.namelist() if not n.endswith((".so", ".h", ".hpp", ".cuh", ".cu", ".inl", "-rs"))]
         archive.extractall(making, wanted)
     for library in libraries:
-        os.symlink(library.locate().resolve(), making / library)
+        os.symlink(library.locate().resolve(), making / library)  # type: ignore[attr-defined]
     # vLLM takes the platform from the local part of its installed version.
     (plain,) = making.glob("vllm-*.dist-info")
     version = plain.name.removeprefix("vllm-").removesuffix(".dist-info")

@@ -77,7 +77,7 @@ def run(context: Context) -> Result:
 
             return use
 
-        whole = {"float32": huge_rows(tokens, size.hidden, torch.float32), "native": huge_rows(*rows.shape, rows.dtype)}
+        whole = {"float32": huge_rows(tokens, size.hidden, torch.float32), "native": huge_rows(*rows.shape, rows.dtype)}  # type: ignore[call-arg]
         limits = {
             f"raw read, xxh3, copy_ to {kind}, {depth} at a time": (kind, depth)
             for kind in whole
@@ -123,7 +123,7 @@ def run(context: Context) -> Result:
         half_hot()
         expect(stores.ours.retrieve_layers(ids, [0], None)[0], rows, "cold, native")
         for peer in (*backends.values(), plain):
-            peer.check()
+            peer.check()  # type: ignore[attr-defined]
         for backend in backends.values():
             backend.close()
         raw.close()

@@ -87,7 +87,7 @@ def test_any_chunk_round_trips_and_any_library_opens_it(
             FILES, str(path), chunk_name(key), meta.prefix, header.layout, {idx: buffer.bytes()},
             direct=False, verify=True,
         )  # fmt: skip
-        assert torch.equal(buffer.rows(*tensor.shape, tensor.dtype), tensor)
+        assert torch.equal(buffer.rows(*tensor.shape, tensor.dtype), tensor)  # type: ignore[call-arg]
 
 
 def test_the_header_says_what_the_documentation_says(tmp_path: Path, pool: BufferPool) -> None:

@@ -228,4 +228,4 @@ class Held:
 
 
 def first_key(engine: Engine) -> HiddenStateKey:
-    return HiddenStateKey(engine.keys(engine.tokens)[0], 0)
+    return HiddenStateKey(engine.keys(engine.tokens)[0], 0)  # type: ignore[attr-defined]

@@ -249,5 +249,5 @@ TwoTiers.TestCase.settings = settings(
 
 
 @pytest.mark.slow
-class TestTwoTiers(TwoTiers.TestCase):
+class TestTwoTiers(TwoTiers.TestCase):  # type: ignore[valid-type]
     """Any order of operations."""

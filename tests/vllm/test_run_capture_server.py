@@ -173,7 +173,7 @@ def test_chunks_are_what_transformers_renders_with_other_templates(
             add_generation_prompt=row["messages"][-1]["role"] == "user",
         )  # fmt: skip
         answers = sum(turn["role"] == "assistant" for turn in row["messages"])
-        assert len(found[text] or ()) == answers, (text, found)
+        assert len(found[text] or ()) == answers, (text, found)  # type: ignore[index]
 
 
 def test_ctrl_c_ends_within_two_seconds_and_the_same_command_goes_on(

@@ -146,7 +146,7 @@ def main() -> None:
                 "requests": requests,
                 "figures": figures(),
                 "preemptions": preemptions,
-                "probe": probe(*batch["probe"], requests) if "probe" in batch else None,
+                "probe": probe(*batch["probe"], requests) if "probe" in batch else None,  # type: ignore[call-arg]
             }
         )
     processes = memory()
