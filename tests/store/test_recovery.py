@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.flows.recover import Recover
 from tests.support.disks import FaultyDisk
+from tests.support.figures import tell
 from tests.support.prompts import (
     CHUNK,
     IDENT,
@@ -185,3 +188,37 @@ def test_recovery_leaves_a_file_alone_that_is_being_written(
         gate.set()
         disk.resume()
         store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_a_start_on_many_files_stops_the_process_for_no_long_garbage_collection(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        directory = Path(store.directory)
+    for number in range(100_000):
+        name = f"{number % 256:02x}{number:030x}"
+        folder = directory / name[:2]
+        if number < 256:
+            folder.mkdir(exist_ok=True)
+        (folder / f"{name}.safetensors").touch()
+    pauses: list[float] = []
+    started = [0.0]
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            started[0] = time.perf_counter()
+        elif info["generation"] == 2:
+            pauses.append(time.perf_counter() - started[0])
+
+    gc.collect()
+    gc.freeze()  # what the test process itself has
+    gc.callbacks.append(watch)
+    try:
+        store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
+        wait_until(lambda: len(store) > 99_000, 60)
+        store.close()
+    finally:
+        gc.callbacks.remove(watch)
+        gc.unfreeze()
+    tell(f"start on 100,000 files: {len(pauses)} full collections, longest {1000 * max(pauses, default=0):.0f} ms")
+    assert max(pauses, default=0) < 0.03, "three times as many are to take less than 0.05"
