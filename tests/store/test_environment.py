@@ -188,7 +188,8 @@ def test_two_stores_of_one_process_never_share_a_directory(tmp_path: Path) -> No
         assert torch.equal(one.retrieve(p.refs, [0])[0], x.float())
         assert torch.equal(two.retrieve(q.refs, [0])[0], y.float())
     with opened(tmp_path) as one, opened(tmp_path) as two:
-        assert (len(one), len(two)) == (2, 2)
+        assert two.directory == f"{one.directory}/p1"
+        assert (len(one), len(two)) == (4, 0), "what the second one has left is adopted by whichever starts first"
 
 
 def test_a_hard_link_to_a_chunk_file_keeps_what_it_had(tmp_path: Path) -> None:
