@@ -497,7 +497,7 @@ class TieredStore:
 _open_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
 
 
-# A forked child has the objects but not the threads; closing them there would wait for nobody.
+# A forked child has the objects but not the threads; closing them there would wait forever.
 os.register_at_fork(after_in_child=_open_stores.clear)
 
 

@@ -1,4 +1,4 @@
-"""One daemon thread with an asyncio loop, for everything slow that nobody waits for.
+"""One daemon thread with an asyncio loop, for everything slow that no call waits for.
 
 Opening, recovery and periodic chores are coroutines here. They touch the disk only on the I/O threads, so a
 disk that hangs stalls a coroutine and not this thread.
@@ -39,7 +39,7 @@ class Background:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine that nobody waits for."""
+        """Run a coroutine that no call waits for."""
         asyncio.run_coroutine_threadsafe(self._logged(coroutine), self._loop)
 
     def every(self, seconds: float, chore: Callable[[], None]) -> None:

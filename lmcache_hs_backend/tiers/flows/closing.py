@@ -1,6 +1,6 @@
 """The end of a store: callers leave, what is dirty is written, threads end, memory and directory are given up.
 
-It happens once, on a thread of its own, and whoever calls ``close`` only waits for it, for a bounded time. So it may be
+It happens once, on a thread of its own, and ``close`` only waits for it, for a bounded time. So it may be
 called from a signal handler that has interrupted a call of the same store, or a close: the interrupted thread may
 hold the store's lock, and waiting for it there would never end.
 """

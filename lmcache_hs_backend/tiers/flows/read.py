@@ -38,7 +38,7 @@ class ReadJob(FileJob):
     """Bring layers of a cold chunk into RAM: into slots, which promotes them, else into scratch memory.
 
     For a caller that waits, the rows then go on into its result, while the other reads go on. The name stays busy
-    until the read is finished, so whoever wants the same chunk next finds it in RAM. The chunk is pinned meanwhile.
+    until the read is finished, so the next reader of the same chunk finds it in RAM. The chunk is pinned meanwhile.
     """
 
     entry: ChunkEntry

@@ -57,11 +57,11 @@ class BufferPool:
         self._idle_limit = idle_limit
         self._idle_sec = idle_sec
         self._on_loan: dict[int, tuple[_Loan, memoryview]] = {}  # by the id of the first, which has no hash
-        self._returned: deque[memoryview] = deque()  # by ``_back``, until somebody who holds the lock looks
+        self._returned: deque[memoryview] = deque()  # by ``_back``, until a holder of the lock looks
         self._lock = threading.Lock()  # guards _idle; nothing but list work happens under it
         self._idle: list[tuple[memoryview, float]] = []
         self._closed = False
-        self._fresh = 0  # how many regions in a row were new: nobody gives any back
+        self._fresh = 0  # how many regions in a row were new: none comes back
 
     def get(self, nbytes: int) -> Buffer:
         """A region of at least ``nbytes`` bytes, page-aligned, with undefined contents."""
