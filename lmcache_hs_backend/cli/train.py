@@ -24,8 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if not any(argument.split("=")[0] == "--hidden-states-backend" for argument in arguments):
         arguments += ["--hidden-states-backend", backend.NAME]
-    if backend.use_cpu():
-        print(f"{PROGRAM}: there is no accelerator; training on the CPU, which is for trials only", file=sys.stderr)
     speculators.app(args=["train", *arguments], prog_name="speculators")
     return 0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, token_bytes
-from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected
 from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.index import ChunkIndex, sequence_files
 from lmcache_hs_backend.format.chunk_forest import FIRST
@@ -172,7 +172,7 @@ def matched(forest: UsableForest, rows: Iterable[Sequence[int] | RowRejected], r
     if walked and len(bad) == len(walked):
         raise DatasetError(f"none of the dataset's {len(walked)} rows can be read; the first: {report.bad_rows[0][1]}")
     if walked and not found:
-        raise DatasetError(
+        raise NothingThere(
             f"none of the dataset's {len(walked)} rows begins with a chunk of {forest.index.model}; was the dataset "
             f"tokenised with this model's tokenizer and chat template, and are these the prompts that were captured?"
         )

@@ -7,6 +7,10 @@ class DatasetError(Exception):
     """The dataset that was asked for cannot be made. One line for the user: what, and what to do."""
 
 
+class NothingThere(DatasetError):
+    """The cold paths have no row of what was asked for; some may come."""
+
+
 class RowRejected(Exception):
     """A row fails a check. ``reason`` is one of REASONS; the text says what was found where."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, prefix_digests
-from lmcache_hs_backend.dataset.errors import DatasetError
+from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
 from lmcache_hs_backend.format.chunk_forest import FIRST, MISSING
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
@@ -102,11 +102,11 @@ class ChunkIndex:
         known: set[str] = set()
         for cold_path in cold_paths:
             if not os.path.isdir(os.path.expanduser(cold_path)):
-                raise DatasetError(f"{cold_path} is not a directory; name a cold path, as in the setting cold_path")
+                raise NothingThere(f"{cold_path} is not a directory; name a cold path, as in the setting cold_path")
             try:
                 reader = ColdTierReader(cold_path)
             except NotAColdPath as error:
-                raise DatasetError(str(error)) from None
+                raise NothingThere(str(error)) from None
             if os.path.realpath(reader.cold_path) in seen:
                 continue
             seen.add(os.path.realpath(reader.cold_path))
@@ -135,7 +135,7 @@ class ChunkIndex:
         if not found:
             which = "" if model is None else f" of {model!r}; there are: {', '.join(sorted(known)) or 'none'}"
             which += "" if chunk_size is None else f" (of {chunk_size} tokens, as --chunk-size says)"
-            raise DatasetError(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
+            raise NothingThere(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
         self.chunks = self._link(found)
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from lmcache_hs_backend.chunk import TOKEN_BYTES
 from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.capture_info import POST_NORM, PRE_NORM, Capture, Layers, choose_layers
 from lmcache_hs_backend.dataset.chains import Report, Sample
-from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm, layers_of
 from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.index import ChunkIndex
@@ -156,7 +156,7 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
     report.bad_rows = chains.share(report.bad_rows, *choice.shard)
     if not samples:
         why = {**forest.unusable, **report.left_out}
-        raise DatasetError(
+        raise NothingThere(
             "no sequence is left to extract: "
             + ("; ".join(f"{count} × {text}" for text, count in why.items()) or f"{choice.sequences} gives none")
         )

@@ -8,18 +8,26 @@ looked for in the cold paths by their token ids, and assembled when the trainer 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import glob
 import logging
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from hs_connectors import FileTransfer, HiddenStatesBackend, HiddenStatesTransfer
 
+from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.dataset.chains import Sample
-from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected
 from lmcache_hs_backend.dataset.plan import DATASET, Choice, make_plan, plan_norm
+from lmcache_hs_backend.dataset.prepared import open_prepared
+from lmcache_hs_backend.dataset.rows import RowReader
+from lmcache_hs_backend.format.layout import SEQUENCES
+from lmcache_hs_backend.format.request_log import SUFFIX, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +35,80 @@ NAME = "hs_tiered"
 
 
 class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
-    """Samples of a prepared dataset by row number. Picklable, for DataLoader workers that are spawned."""
+    """Samples of a prepared dataset by row number. Picklable, for DataLoader workers that are spawned.
 
-    def __init__(self, choice: Choice, final_norm: str | None = None) -> None:
-        """Find the rows of the dataset in the chunks. Raises DatasetError.
+    Rows that come while the trainer runs are found: a row that is not there is looked for again as soon as there is a
+    request record of its tokens that is younger than the last look. So with ``--on-missing generate`` against a server
+    with our connector, each row is generated once, whichever worker asks for it in the next epoch.
+    """
 
-        ``final_norm``, a model directory, is checked against: rows that are already normed are refused.
+    def __init__(self, choice: Choice, final_norm: str | None = None, *, may_be_empty: bool = False) -> None:
+        """Find the rows of the dataset in the chunks.
+
+        Args:
+            choice: Which rows of which cold paths; ``sequences`` names the dataset.
+            final_norm: A model directory to check against: rows that are already normed are refused.
+            may_be_empty: Whether the cold paths may have no row of the dataset, or not be there, as rows will come.
+
+        Raises:
+            DatasetError: The dataset or the cold paths cannot be used.
         """
-        plan = make_plan(choice)
-        self._reader = plan_norm(plan, False, final_norm).reader
+        self._choice = choice
+        self._final_norm = final_norm
+        self._reader: RowReader | None = None
+        self._samples: dict[int, Sample] = {}
+        self._news = _NewRequests(choice.cold_paths)
+        self._rows = open_prepared(choice.sequences[len(DATASET) :])
+        self.looks = 0  # how often the cold paths were looked through
+        try:
+            self._look()
+        except NothingThere as error:
+            if not may_be_empty:
+                raise
+            logger.info("%s; rows are looked for again when they come", error)
+
+    def _look(self) -> None:
+        """Look through the cold paths. Raises DatasetError."""
+        self.looks += 1
+        self._news.read()
+        self._news.prefixes.clear()  # before the look: what comes meanwhile is news to the next one
+        plan = make_plan(self._choice)
+        self._reader = plan_norm(plan, False, self._final_norm).reader
         for warning in plan.warnings:
             logger.warning("%s", warning)
         lengths = {row: tokens for row, tokens, _ in plan.report.coverage}
         # A row that is covered in part only would not have the token ids of the dataset: it counts as missing.
-        self._samples: dict[int, Sample] = {s.row: s for s in plan.samples if s.tokens == lengths[s.row]}
+        self._samples = {s.row: s for s in plan.samples if s.tokens == lengths[s.row]}
         covered, partly, missing = plan.report.covered()
         logger.info("hidden states of %d rows are there, of %d in part, of %d not", covered, partly, missing)
 
+    def _look_again(self, file_idx: int) -> Sample | None:
+        """The sample of a row that was not there at the last look, if a request of just its tokens has ended since."""
+        if file_idx >= len(self._rows):
+            return None
+        try:
+            ids = token_bytes(self._rows.row(file_idx)[0])
+        except RowRejected:
+            return None
+        self._news.read()
+        if xxhash.xxh3_128_digest(ids) not in self._news.prefixes:
+            return None
+        try:
+            self._look()
+        except NothingThere:  # it was evicted again
+            return None
+        return self._samples.get(file_idx)
+
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """``hidden_states`` bf16 ``[S, n_aux + 1, H]`` and ``token_ids`` int64 ``[S]``; None where missing."""
-        sample = self._samples.get(file_idx)
-        if sample is None:
+        sample = self._samples.get(file_idx) or self._look_again(file_idx)
+        if sample is None or self._reader is None:
             return None
         try:
             rows = self._reader.read(sample, stacked=True)
         except RowRejected as rejected:
             logger.warning("row %d: %s: %s", file_idx, rejected.reason, rejected)
+            del self._samples[file_idx]  # generated again, it is found again
             return None
         assert rows.stacked is not None
         return {"hidden_states": rows.stacked, "token_ids": rows.ids}
@@ -65,6 +121,32 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def delete(self, handle: str) -> None:
         """Remove such a file."""
         Path(handle).unlink()
+
+
+class _NewRequests:
+    """The prefix digests of requests that ended since ``prefixes`` was last emptied, from the ends of their logs."""
+
+    def __init__(self, cold_paths: Sequence[str]) -> None:
+        self.prefixes: set[bytes] = set()
+        self._cold_paths = [os.path.expanduser(path) for path in cold_paths]
+        self._read_to: dict[str, int] = {}
+
+    def read(self) -> None:
+        """Read on where the last call ended. A line that is being written is left for the next call."""
+        for cold_path in self._cold_paths:
+            for path in glob.glob(os.path.join(glob.escape(cold_path), "*", SEQUENCES, f"*{SUFFIX}")):
+                begin = self._read_to.get(path, 0)
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    if os.fstat(file.fileno()).st_size <= begin:
+                        continue
+                    file.seek(begin)
+                    for line in file:
+                        if not line.endswith(b"\n"):
+                            break
+                        begin += len(line)
+                        with contextlib.suppress(ValueError):
+                            self.prefixes.add(RequestRecord.parse(line).prefix)
+                self._read_to[path] = begin
 
 
 @HiddenStatesBackend.register(NAME)
@@ -105,7 +187,7 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
             sequences=f"{DATASET}{data_path}",
         )
         try:
-            return TieredTransfer(choice, args.hs_final_norm)
+            return TieredTransfer(choice, args.hs_final_norm, may_be_empty=_generates(args))
         except DatasetError as error:
             raise SystemExit(str(error)) from None
 
@@ -123,33 +205,6 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
         }
 
 
-# -- without an accelerator ------------------------------------------------------------------------------
-
-
-def use_cpu() -> bool:
-    """Let speculators' trainer run where there is no accelerator, for trials and tests; whether that was needed.
-
-    Its trainer (0.9.0, ``train/trainer.py``) has three places that take an accelerator for granted: the model and
-    the batches go to device number ``local_rank``, every phase of a logged step is timed with
-    ``torch.accelerator.synchronize``, and a checkpoint is loaded to ``cuda:0``. Those are replaced, nothing else.
-    """
-    if torch.accelerator.is_available():
-        return False
-    from speculators.train import checkpointer, cli, trainer
-
-    class CpuTrainer(trainer.Trainer):  # type: ignore[misc]
-        def setup_trainer(self) -> None:
-            self.local_rank, self.device_type = torch.device("cpu"), "cpu"
-            super().setup_trainer()
-
-    class CpuStepTimer(trainer._StepTimer):  # type: ignore[misc]
-        def mark(self, name: str) -> None:
-            self.mark_value(name, time.perf_counter())
-
-        def now(self) -> float | None:
-            return time.perf_counter() if self.enabled else None
-
-    cli.Trainer = CpuTrainer
-    trainer._StepTimer = CpuStepTimer
-    checkpointer.get_current_device = lambda: "cpu"
-    return True
+def _generates(args: argparse.Namespace) -> bool:
+    """Whether the trainer has a server make what is missing."""
+    return getattr(args, "on_missing", None) == "generate"

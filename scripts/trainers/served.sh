@@ -60,7 +60,7 @@ echo "== extract"
 "$python" "$steps/smollm2.py" logits "$model" data
 
 train() { # NAME OPTIONS…
-    "$python" -m lmcache_hs_backend.cli.train --speculator-type eagle3 --verifier-name-or-path "$model" \
+    "$python" "$steps/on_cpu.py" --speculator-type eagle3 --verifier-name-or-path "$model" \
         --data-path data --target-layer-ids 2 15 27 --draft-vocab-size 1024 --train-data-ratio 0.9 \
         --total-seq-len 512 --draft-attn-impl eager --loss-implementation eager --optimizer adamw --lr 1e-3 \
         --ttt-steps 1 --num-workers 1 --epochs "${EPOCHS:-2}" --on-missing raise --save-path "$1" "${@:2}" \
