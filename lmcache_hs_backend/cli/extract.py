@@ -21,6 +21,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli import show_sample
 from lmcache_hs_backend.cli.arguments import Parser, at_least, fraction
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
 from lmcache_hs_backend.dataset import chains
@@ -53,7 +54,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         description="Write the hidden states of cold paths as a training set. Several cold paths (nodes, ranks) are "
-        "merged; the same chunk found twice counts once.",
+        "merged; the same chunk found twice counts once. `show SET [N]` shows a sample of what was written.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("cold_path", nargs="+", metavar="COLD_PATH", help="as in the setting cold_path")
@@ -125,7 +126,10 @@ def _parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0, 1 on an error, 130 on Ctrl-C."""
-    return run(PROGRAM, lambda: _extract(_parser().parse_args(argv)))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["show"]:
+        return show_sample.main(arguments[1:])
+    return run(PROGRAM, lambda: _extract(_parser().parse_args(arguments)))
 
 
 def _extract(args: argparse.Namespace) -> int:
