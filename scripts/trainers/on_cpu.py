@@ -33,6 +33,7 @@ class CpuStepTimer(trainer._StepTimer):
 
 if __name__ == "__main__":
     if not torch.accelerator.is_available():
+        print("on_cpu.py: there is no accelerator; training on the CPU, which is for trials only", file=sys.stderr)
         cli.Trainer = CpuTrainer
         trainer._StepTimer = CpuStepTimer
         checkpointer.get_current_device = lambda: "cpu"
