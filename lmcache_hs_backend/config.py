@@ -295,6 +295,16 @@ class LocalConfig(TieredConfig):
     chunk_size: int = setting(256, number(1, 2**20, integer=True), "tokens of a chunk; part of the namespace")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(TieredConfig):
+    """The settings of the module in LMCache's MP server: those of the tiers, for each model, and these."""
+
+    hot_size: float = setting(2.0, number(0, above=True), "GB of the hot tier of each model, for all its workers")
+    client_memory: float = setting(
+        4.0, number(0, above=True), "GB of results that one connection of a client may hold in shared memory"
+    )
+
+
 def hot_tier_bytes(max_hidden_state_cpu_size: Any) -> int:
     """LMCache's ``max_hidden_state_cpu_size`` (GB) in bytes. Raises ConfigError."""
     try:

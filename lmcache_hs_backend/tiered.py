@@ -46,7 +46,7 @@ from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
 from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
-from lmcache_hs_backend.tiers.flows.retrieve_chunks import Retrieve
+from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
 from lmcache_hs_backend.tiers.flows.store_chunks import Store
 from lmcache_hs_backend.tiers.flows.touch import touch_first, touch_rest
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
@@ -244,7 +244,11 @@ class TieredStore:
             self._leave("store_seconds", started)
 
     def retrieve(
-        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None = torch.float32
+        self,
+        refs: Sequence[ChunkRef],
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None = torch.float32,
+        outputs: Outputs | None = None,
     ) -> dict[int, torch.Tensor]:
         """The rows of the longest prefix of ``refs`` that has every layer and whose KV is present.
 
@@ -254,6 +258,7 @@ class TieredStore:
             refs: The chunks, from the first of the sequence on.
             layer_idxs: The layers.
             dtype: Of the result; None: as the rows are kept (bfloat16, float16 or float32).
+            outputs: Memory for the result. By default the store's own, recycled.
 
         Returns:
             ``layer_idx`` to contiguous CPU rows ``[num_tokens, hidden_dim]``, the caller's own. Empty when there
@@ -264,8 +269,8 @@ class TieredStore:
             return {}
         try:
             if self._share is None:
-                return self._retrieve.retrieve(refs, layer_idxs, dtype)
-            return self._share.retrieve(refs, layer_idxs, dtype, self._retrieve)
+                return self._retrieve.retrieve(refs, layer_idxs, dtype, outputs)
+            return self._share.retrieve(refs, layer_idxs, dtype, self._retrieve, outputs)
         finally:
             self._leave("retrieve_seconds", started)
 

@@ -12,6 +12,7 @@ import logging
 import queue
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 _FEW_READS = 2
 
 
+class Outputs(Protocol):
+    """Memory for a result that a caller of ``retrieve`` provides, where the store's own would not do."""
+
+    def rows(self, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Contiguous ``[num_tokens, hidden_dim]``, contents undefined. Raises MemoryError when there is none."""
+
+
 class Retrieve:
     """Retrieves rows from the tiers."""
 
@@ -42,7 +50,11 @@ class Retrieve:
         self._pin = torch.cuda.is_available()
 
     def retrieve(
-        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None
+        self,
+        refs: Sequence[ChunkRef],
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None,
+        outputs: Outputs | None = None,
     ) -> dict[int, torch.Tensor]:
         """layer_idx → CPU rows ``[num_tokens, hidden_dim]`` of the longest prefix that has every layer.
 
@@ -72,7 +84,7 @@ class Retrieve:
             if cold:  # first of all: the disk takes longest
                 pending = PendingReads(refs, self._reads)
                 self._submit_reads(walk, cold, pending)
-            rows = self._outputs(refs[known - 1].end, walk.specs, dtype) if known else {}
+            rows = self._outputs(refs[known - 1].end, walk.specs, dtype, outputs) if known else {}
             if known and not rows:
                 miss = "memory"
             elif known:
@@ -114,16 +126,20 @@ class Retrieve:
 
     # -- the rows, without the lock ----------------------------------------------------------------------
 
-    def _outputs(self, tokens: int, specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+    def _outputs(
+        self, tokens: int, specs: Sequence[LayerSpec], dtype: torch.dtype | None, outputs: Outputs | None
+    ) -> dict[int, torch.Tensor]:
         """layer_idx → memory for its rows; none at all when the system has not enough."""
         try:
-            return {spec.layer_idx: self._output(tokens, spec, dtype) for spec in specs}
+            return {spec.layer_idx: self._output(tokens, spec, dtype, outputs) for spec in specs}
         except (OSError, MemoryError, RuntimeError) as error:  # mmap's, Python's and torch's ways to say it
             logger.warning("no memory for %d rows of %d layer(s): %s", tokens, len(specs), error)
             return {}
 
-    def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None) -> torch.Tensor:
+    def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None, outputs: Outputs | None) -> torch.Tensor:
         hidden_dim, dtype = spec.hidden_dim, dtype or TORCH_DTYPES[spec.dtype]
+        if outputs is not None:
+            return outputs.rows(tokens, hidden_dim, dtype)
         if self._pin:
             # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)

@@ -28,7 +28,7 @@ from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
 from lmcache_hs_backend.format.shared_names import content_name, tags
 from lmcache_hs_backend.tiers.flows.core import Core
-from lmcache_hs_backend.tiers.flows.retrieve_chunks import Retrieve
+from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
 from lmcache_hs_backend.tiers.flows.store_chunks import Store
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.shared.bucket import Bucket, Fetched
@@ -131,13 +131,18 @@ class Share:
     # -- down --------------------------------------------------------------------------------------------
 
     def retrieve(
-        self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None, local: Retrieve
+        self,
+        refs: Sequence[ChunkRef],
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None,
+        local: Retrieve,
+        outputs: Outputs | None = None,
     ) -> dict[int, torch.Tensor]:
         """``Retrieve.retrieve``, after what the local tiers lack has come from the bucket."""
         if self._may_read:
             deadline = time.monotonic() + self._core.config.shared_read_sec
             self._await(self._ask(refs, frozenset(layer_idxs)), deadline)
-        rows = local.retrieve(refs, layer_idxs, dtype)
+        rows = local.retrieve(refs, layer_idxs, dtype, outputs)
         if rows and self._may_write and self._core.config.shared_write == "reused":
             tokens = next(iter(rows.values())).shape[0]
             with self._core.lock:

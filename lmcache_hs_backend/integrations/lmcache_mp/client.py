@@ -1,0 +1,437 @@
+"""``HiddenStateClient``: what a worker calls in MP mode, with the interface of the in-process store.
+
+Rows that are stored are copied into staging memory that the server maps; results are tensors over memory that the
+server has written them into, and that it recycles when the last view of a tensor is gone. A connection serves one call
+at a time; calls from several threads have one each.
+
+Bad arguments raise ValueError. A server that is absent, stopped or hung is a miss: None or 0, within
+``read_timeout_sec``. After a call that was not answered in time, its connection is never used again and neither is its
+staging memory, which the server may still read when it goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lmcache_hs_backend.chunk import token_bytes
+from lmcache_hs_backend.format.namespace import local_model_revision
+from lmcache_hs_backend.format.pages import align
+from lmcache_hs_backend.integrations.lmcache_mp import wire
+from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import DTYPE_NAMES, Segment
+from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
+
+logger = logging.getLogger(__name__)
+
+TokenIds = torch.Tensor | Sequence[int]
+
+_SMALLEST_STAGING = 8 << 20
+_AGAIN_SEC = 1.0  # how long a server that did not answer is left alone
+_HELLO_AGAIN_SEC = 0.05  # and how long it has to answer then
+
+
+class _Unavailable(Exception):
+    """The server cannot be reached, or has not answered in time."""
+
+
+class HiddenStateClient:
+    """Hidden states of one model in the tiers of LMCache's MP server on this machine. Thread-safe.
+
+    Args:
+        url: Of the LMCache server, as workers have it: ``tcp://127.0.0.1:5555``. Only its port is used.
+        model: Name of the model, as the engine registers its KV.
+        kv_dtype: Of its KV; part of what names the rows.
+        world_size: Of the engine; with ``worker_id``, part of the name. Workers that give the same share their rows,
+            and tensor-parallel ranks compute equal rows, so leave both as they are unless you mean otherwise.
+        worker_id: See ``world_size``.
+        model_revision: What tells two versions of the model apart; default: a digest of a local model directory.
+        read_timeout_sec: Seconds after which a call gives up.
+        socket_name: Of the server's socket, instead of the one that follows from ``url``.
+
+    Raises:
+        ValueError: ``url`` or ``model`` cannot be used. A server that is not there yet is no error.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        kv_dtype: str = "bfloat16",
+        world_size: int = 1,
+        worker_id: int = 0,
+        model_revision: str | None = None,
+        read_timeout_sec: float = 5.0,
+        socket_name: str | None = None,
+    ) -> None:
+        if not model or "@" in model:
+            raise ValueError(f"model is {model!r}, but must be a name without '@'")
+        if not read_timeout_sec > 0:
+            raise ValueError(f"read_timeout_sec is {read_timeout_sec!r}, but must be a number above 0")
+        hello = wire.HelloCall(
+            version=wire.VERSION,
+            model=model,
+            model_revision=local_model_revision(model) if model_revision is None else model_revision,
+            kv_dtype=kv_dtype,
+            world_size=world_size,
+            worker_id=worker_id,
+        )
+        name = wire.socket_name(url) if socket_name is None else socket_name
+        self._timeout_sec = read_timeout_sec
+        self._channels = _Channels(name, hello, read_timeout_sec)
+
+    # -- LMCache's interface -----------------------------------------------------------------------------
+
+    def store_hidden_states(
+        self,
+        token_ids: TokenIds,
+        hidden_states: torch.Tensor,
+        *,
+        layer_idx: int = 0,
+        token_offset: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Store the rows of one layer, in whole chunks. Arguments and result as ``TieredHiddenStateStore`` has them.
+
+        Args:
+            token_ids: The whole prompt from position 0: a 1-D integer tensor or a list.
+            hidden_states: ``[len(token_ids) - token_offset, hidden_dim]``, float, on any device.
+            layer_idx: Storage slot of the rows, any int.
+            token_offset: Tokens at the start that ``hidden_states`` does not have.
+            cache_salt: The salt of the KV, where users are kept apart.
+
+        Returns:
+            How many chunks of the range hold the layer now; 0 when the server is not there.
+
+        Raises:
+            ValueError: An argument is wrong.
+        """
+        return self.store_layers(token_ids, {layer_idx: hidden_states}, token_offset, cache_salt=cache_salt)
+
+    def retrieve_hidden_states(
+        self, token_ids: TokenIds, *, layer_idx: int = 0, cache_salt: str = ""
+    ) -> torch.Tensor | None:
+        """The rows of the longest prefix whose chunks have the layer.
+
+        Returns:
+            Contiguous CPU float32 rows ``[num_tokens, hidden_dim]`` that are the caller's to keep; None when there are
+            none, or the server is not there.
+
+        Raises:
+            ValueError: An argument is wrong.
+        """
+        return self.retrieve_layers(token_ids, [layer_idx], cache_salt=cache_salt).get(layer_idx)
+
+    # -- and beyond it -----------------------------------------------------------------------------------
+
+    def store_layers(
+        self,
+        token_ids: TokenIds,
+        layers: Mapping[int, torch.Tensor],
+        token_offset: int = 0,
+        *,
+        cache_salt: str = "",
+    ) -> int:
+        """Store several layers of one prompt at once; see ``store_hidden_states``.
+
+        Returns:
+            How many chunks of the range hold all of the layers now; 0 when the server is not there.
+        """
+        ids = token_bytes(token_ids)
+        num_tokens = len(token_ids)
+        if not 0 <= token_offset <= num_tokens:
+            raise ValueError(f"token_offset ({token_offset}) must be in [0, len(token_ids) ({num_tokens})]")
+        rows = {_layer_idx(idx): checked_rows(tensor, num_tokens - token_offset) for idx, tensor in layers.items()}
+        if not rows or token_offset == num_tokens:
+            return 0
+        places, nbytes = [], 0
+        for layer_idx, tensor in rows.items():
+            tokens, hidden_dim = tensor.shape
+            places.append(wire.Place(layer_idx, 0, nbytes, tokens, hidden_dim, DTYPE_NAMES[tensor.dtype]))
+            nbytes += align(tensor.nbytes)
+        call = wire.StoreCall(ids=ids, token_offset=token_offset, rows=places, salt=cache_salt)
+        reply = self._ask(call, list(rows.values()))
+        return 0 if reply is None else reply.count
+
+    def retrieve_layers(
+        self,
+        token_ids: TokenIds,
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None = torch.float32,
+        *,
+        cache_salt: str = "",
+    ) -> dict[int, torch.Tensor]:
+        """The rows of several layers over their common prefix.
+
+        Args:
+            token_ids: The whole prompt from position 0.
+            layer_idxs: The layers; the prefix ends where one of them does.
+            dtype: Of the result; None: as the rows are kept.
+            cache_salt: The salt of the KV.
+
+        Returns:
+            ``layer_idx`` to contiguous CPU rows; empty when there are none, or the server is not there.
+        """
+        if dtype is not None and dtype not in DTYPE_NAMES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES.values())} or None, got {dtype}")
+        wanted = list(dict.fromkeys(map(_layer_idx, layer_idxs)))
+        call = wire.RetrieveCall(
+            ids=token_bytes(token_ids),
+            layer_idxs=wanted,
+            dtype=None if dtype is None else DTYPE_NAMES[dtype],
+            salt=cache_salt,
+        )
+        result: dict[int, torch.Tensor] = {}
+        self._ask(call, result=result)
+        return result
+
+    def coverage(self, token_ids: TokenIds, layer_idxs: Sequence[int] = (0,), *, cache_salt: str = "") -> int:
+        """Up to which token the tiers have every layer: the end of a chunk, 0 for none or without the server."""
+        ids, wanted = token_bytes(token_ids), list(map(_layer_idx, layer_idxs))
+        reply = self._ask(wire.CoverageCall(ids=ids, layer_idxs=wanted, salt=cache_salt))
+        return 0 if reply is None else reply.count
+
+    def prefetch(self, token_ids: TokenIds, layer_idxs: Sequence[int] | None = None, *, cache_salt: str = "") -> None:
+        """Bring what is on disk of a prompt into RAM, in the background; None: all layers."""
+        wanted = None if layer_idxs is None else list(map(_layer_idx, layer_idxs))
+        self._ask(wire.PrefetchCall(ids=token_bytes(token_ids), layer_idxs=wanted, salt=cache_salt))
+
+    def flush(self, timeout: float) -> int:
+        """Write everything that is dirty, waiting ``timeout`` seconds at most. How many chunks still are."""
+        timeout = min(max(float(timeout), 0.0), wire.MAX_SECONDS)
+        reply = self._ask(wire.FlushCall(timeout=timeout), more_sec=timeout)
+        return 0 if reply is None else reply.count
+
+    def clear(self) -> int:
+        """Delete all chunks of this model, and return how many there were. Needed after changing weights in place."""
+        reply = self._ask(wire.ClearCall())
+        return 0 if reply is None else reply.count
+
+    def stats(self) -> dict[str, float | str | bool]:
+        """All figures of the store, as ``TieredStore.stats`` has them; empty when the server is not there."""
+        reply = self._ask(wire.StatsCall())
+        return {} if reply is None else reply.figures
+
+    def close(self) -> None:
+        """End the connections. Results stay valid. Calls afterwards are misses."""
+        self._channels.close()
+
+    def _ask(
+        self,
+        call: wire.AnyCall,
+        rows: Sequence[torch.Tensor] = (),
+        result: dict[int, torch.Tensor] | None = None,
+        more_sec: float = 0.0,
+    ) -> wire.Reply | None:
+        """The reply; None when there is none. Raises ValueError when the server says that an argument is wrong."""
+        deadline = time.monotonic() + self._timeout_sec + more_sec
+        try:
+            reply = self._channels.ask(call, rows, result, deadline)
+        except _Unavailable:
+            return None
+        if reply.is_argument:
+            raise ValueError(reply.error)
+        if reply.error:
+            logger.warning("the hidden-state server failed: %s", reply.error)
+            return None
+        return reply
+
+
+class _Channels:
+    """Connections that are not in use. Thread-safe; a forked child starts with none."""
+
+    def __init__(self, name: str, hello: wire.HelloCall, timeout_sec: float) -> None:
+        self._name = name
+        self._hello = hello
+        self._timeout_sec = timeout_sec
+        self._lock = threading.Lock()
+        self._idle: list[_Channel] = []
+        self._pid = os.getpid()
+        self._closed = False
+        self._hung = False
+        self._again_at = 0.0  # not before then, since it did not answer
+        self._is_down = False  # and that has been logged
+
+    def ask(
+        self,
+        call: wire.AnyCall,
+        rows: Sequence[torch.Tensor],
+        result: dict[int, torch.Tensor] | None,
+        deadline: float,
+    ) -> wire.Reply:
+        """Raises _Unavailable."""
+        while True:
+            channel, fresh = self._take(deadline)
+            try:
+                reply = channel.ask(call, rows, result, deadline)
+            except TimeoutError as error:
+                channel.close()
+                self._lost(error, hung=True)
+                raise _Unavailable from None
+            except (OSError, ValueError) as error:
+                channel.close()
+                self._lost(error, hung=False)
+                if fresh or isinstance(error, ValueError):
+                    raise _Unavailable from None
+                continue  # the server was started again since: one that is new may answer
+            except BaseException:
+                channel.close()
+                raise
+            with self._lock:
+                if not self._closed and self._pid == os.getpid():
+                    self._idle.append(channel)
+                    return reply
+            channel.close()
+            return reply
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def _take(self, deadline: float) -> tuple[_Channel, bool]:
+        """A channel, and whether it is new. Raises _Unavailable."""
+        with self._lock:
+            if self._pid != os.getpid():
+                for channel in self._idle:
+                    channel.close()
+                self._pid, self._idle = os.getpid(), []
+            if self._closed:
+                raise _Unavailable
+            if self._idle:
+                return self._idle.pop(), False
+            if time.monotonic() < self._again_at:
+                raise _Unavailable
+            if self._hung:  # whoever comes next in the meantime does not wait
+                self._again_at = time.monotonic() + _AGAIN_SEC
+                deadline = min(deadline, time.monotonic() + _HELLO_AGAIN_SEC)
+        try:
+            channel = _Channel(self._name, self._hello, deadline)
+        except (OSError, ValueError) as error:
+            self._lost(error, hung=isinstance(error, TimeoutError))
+            if isinstance(error, _Refused):
+                with self._lock:
+                    self._again_at = time.monotonic() + _AGAIN_SEC
+            raise _Unavailable from None
+        with self._lock:
+            if self._is_down:
+                logger.info("the hidden-state server answers")
+            self._hung = self._is_down = False
+            self._again_at = 0.0
+        return channel, True
+
+    def _lost(self, error: Exception, *, hung: bool) -> None:
+        """Other connections to that server are no better."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            if hung:
+                self._hung = True
+                self._again_at = time.monotonic() + _AGAIN_SEC
+            was_down, self._is_down = self._is_down, True
+        for channel in idle:
+            channel.close()
+        if not was_down:
+            logger.warning(
+                "no hidden states from the server at %s until it answers: %s",
+                self._name.lstrip("\0"), error or type(error).__name__,
+            )  # fmt: skip
+
+
+class _Refused(OSError):
+    """The server does not serve this client: versions differ, say, or the cold path cannot be used."""
+
+
+class _Channel:
+    """A connection and its shared memory. One call at a time."""
+
+    def __init__(self, name: str, hello: wire.HelloCall, deadline: float) -> None:
+        """Connect. Raises OSError, _Refused and TimeoutError included."""
+        self._staging: Segment | None = None
+        self._segments: list[Segment] = []  # of results, as the server numbers them from 1
+        self._returned: deque[tuple[int, int]] = deque()  # results of which no view is left
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self._socket.connect(name)
+            if not wire.same_user(self._socket):
+                raise _Refused("the server's socket belongs to another user")
+            reply = self._exchange(hello, [], deadline)
+            if reply.error:
+                raise _Refused(reply.error)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def ask(
+        self,
+        call: wire.AnyCall,
+        rows: Sequence[torch.Tensor],
+        result: dict[int, torch.Tensor] | None,
+        deadline: float,
+    ) -> wire.Reply:
+        """``rows`` go to the places that a StoreCall names; what comes back goes into ``result``. Raises OSError."""
+        fds: list[int] = []
+        try:
+            call.staging = 0
+            if isinstance(call, wire.StoreCall):
+                call.staging = self._stage(call.rows, rows, fds)
+            call.released = []
+            with contextlib.suppress(IndexError):
+                while len(call.released) < 4096:
+                    call.released.append(self._returned.popleft())
+            reply = self._exchange(call, fds, deadline)
+        finally:
+            wire.close_all(fds)
+        if result is not None:
+            for place in reply.rows:
+                result[place.layer_idx] = self._segment(place.segment).rows(place, self._returned)
+        return reply
+
+    def close(self) -> None:
+        """End it. The server frees the memory; results keep theirs."""
+        self._socket.close()
+
+    def _segment(self, number: int) -> Segment:
+        if not 1 <= number <= len(self._segments):
+            raise wire.BrokenMessage(f"rows in segment {number} of {len(self._segments)}")
+        return self._segments[number - 1]
+
+    def _stage(self, places: Sequence[wire.Place], rows: Sequence[torch.Tensor], fds: list[int]) -> int:
+        """Copy rows to where the server finds them. The size of the staging memory if it is new."""
+        needed = places[-1].offset + align(rows[-1].nbytes)
+        new = 0
+        if self._staging is None or self._staging.nbytes < needed:
+            new = max(_SMALLEST_STAGING, align(needed, _SMALLEST_STAGING))
+            self._staging, fd = Segment.create(new)
+            fds.append(fd)
+        for place, tensor in zip(places, rows, strict=True):
+            self._staging.rows(place).copy_(tensor)
+        return new
+
+    def _exchange(self, call: wire.AnyCall, fds: list[int], deadline: float) -> wire.Reply:
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        wire.send(self._socket, call, fds)
+        reply, received = wire.receive_reply(self._socket, deadline)
+        try:
+            if len(received) != len(reply.segments):
+                raise wire.BrokenMessage(f"{len(reply.segments)} segments and {len(received)} descriptors")
+            self._segments += [Segment(fd, size) for fd, size in zip(received, reply.segments, strict=True)]
+        finally:
+            wire.close_all(received)
+        return reply
+
+
+def _layer_idx(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"layer_idx must be an int of at most 64 bits, got {value!r}")
+    return value

@@ -1,0 +1,198 @@
+"""The server's side of the socket: a thread for each connection of a client, which ends with it.
+
+LMCache's own handlers are not used for this: by default one thread serves them all, lookups of KV included, and a cold
+read would hold those up. A connection has one call at a time; its shared memory is freed when the other end is gone,
+however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from typing import NoReturn
+
+from lmcache_hs_backend.config import GIB, ServerConfig
+from lmcache_hs_backend.integrations.lmcache_mp import wire
+from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import DTYPES, Segment, SharedOutputs
+from lmcache_hs_backend.integrations.lmcache_mp.spaces import Space, Spaces
+
+logger = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS = 512
+
+
+class Connections:
+    """Accepts clients until ``close``."""
+
+    def __init__(self, name: str, spaces: Spaces, config: ServerConfig) -> None:
+        """``name``: of the socket. Raises OSError when it is taken."""
+        self._spaces = spaces
+        self._config = config
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(name)
+            self._listener.listen(64)
+        except BaseException:
+            self._listener.close()
+            raise
+        threading.Thread(target=self._accept, name="hs-mp-accept", daemon=True).start()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def close(self) -> None:
+        """Accept no more, and end the connections. Calls in progress lose their reply."""
+        with self._lock:
+            self._closed = True
+            connections = [self._listener, *self._open]
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("a client cannot be accepted: %s", error)  # out of descriptors, say
+                threading.Event().wait(0.1)
+                continue
+            with self._lock:
+                welcome = not self._closed and len(self._open) < _MOST_CONNECTIONS and wire.same_user(connection)
+                if welcome:
+                    self._open.add(connection)
+            if not welcome:
+                logger.warning("a client is turned away: of another user, or one of too many")
+                connection.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="hs-mp-client", daemon=True).start()
+            except RuntimeError as error:
+                logger.warning("no thread for a client: %s", error)
+                self._end(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        session = Session(self._spaces, int(self._config.client_memory * GIB))
+        try:
+            session.run(connection)
+        except OSError as error:  # the client is gone, or speaks another language
+            logger.debug("a client has left: %s", error)
+        except Exception:
+            logger.exception("a client's connection is closed")
+        finally:
+            session.close()
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
+
+
+class Session:
+    """One connection: its space, the client's staging memory, and the memory of its results. One thread."""
+
+    def __init__(self, spaces: Spaces, client_memory: int) -> None:
+        self._spaces = spaces
+        self._space: Space | None = None
+        self._staging: Segment | None = None
+        self._outputs = SharedOutputs(client_memory)
+
+    def run(self, connection: socket.socket) -> NoReturn:
+        """Answer calls. Ends with an OSError when the client is gone."""
+        while True:
+            call, fds = wire.receive_call(connection)
+            new: list[int] = []
+            try:
+                reply = self._answer(call, fds, new)
+                wire.send(connection, reply, new)
+            finally:
+                wire.close_all(fds)
+                wire.close_all(new)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._outputs.close()
+        self._staging = None
+
+    def _answer(self, call: wire.AnyCall, fds: list[int], new: list[int]) -> wire.Reply:
+        try:
+            self._outputs.release(call.released)
+            if call.staging:
+                if len(fds) != 1:
+                    raise ValueError(f"{len(fds)} descriptors came with a new staging segment, not 1")
+                self._staging = Segment(fds[0], call.staging)
+            if isinstance(call, wire.HelloCall):
+                return self._hello(call)
+            if self._space is None:
+                raise ValueError("the first message must be hello")
+            if not self._space.is_current:
+                raise wire.BrokenMessage("LMCache has settled on another chunk size: connect again")
+            return self._handle(self._space, call, new)
+        except wire.BrokenMessage:
+            raise
+        except ValueError as error:
+            return wire.Reply(error=str(error), is_argument=True)
+        except Exception as error:
+            logger.exception("a client's call failed")
+            if self._space is not None:
+                self._space.tiers.metrics.add("errors_internal")
+            return wire.Reply(error=f"{type(error).__name__}: {error}")
+
+    def _hello(self, call: wire.HelloCall) -> wire.Reply:
+        if call.version != wire.VERSION:
+            raise ValueError(f"the client speaks version {call.version}, the server {wire.VERSION}: install the same")
+        if "@" in call.model or "@" in call.kv_dtype:
+            raise ValueError(f"the model {call.model!r} or kv_dtype {call.kv_dtype!r} contains '@'")
+        self._space = self._spaces.open(call)
+        return wire.Reply(count=self._space.ident.chunk_size)
+
+    def _handle(self, space: Space, call: wire.AnyCall, new: list[int]) -> wire.Reply:
+        tiers = space.tiers
+        if isinstance(call, wire.StoreCall):
+            return wire.Reply(count=self._store(space, call))
+        if isinstance(call, wire.RetrieveCall):
+            return self._retrieve(space, call, new)
+        if isinstance(call, wire.CoverageCall):
+            refs = space.refs(call.ids, call.salt)
+            covered = tiers.covered([ref.name for ref in refs], call.layer_idxs)
+            return wire.Reply(count=refs[covered - 1].end if covered else 0)
+        if isinstance(call, wire.PrefetchCall):
+            tiers.prefetch(space.refs(call.ids, call.salt), call.layer_idxs)
+            return wire.Reply()
+        if isinstance(call, wire.FlushCall):
+            return wire.Reply(count=tiers.flush(call.timeout))
+        if isinstance(call, wire.ClearCall):
+            return wire.Reply(count=tiers.clear())
+        return wire.Reply(figures=tiers.stats())
+
+    def _store(self, space: Space, call: wire.StoreCall) -> int:
+        refs = [ref for ref in space.refs(call.ids, call.salt) if ref.start >= call.token_offset]
+        if self._staging is None:
+            raise ValueError("rows to store, and no staging memory")
+        rows = {place.layer_idx: self._staging.rows(place) for place in call.rows}
+        stored = space.tiers.store(refs, call.ids, rows, call.token_offset)
+        return stored if space.tiers.config.store_count == "new" else space.tiers.held(refs, rows)
+
+    def _retrieve(self, space: Space, call: wire.RetrieveCall, new: list[int]) -> wire.Reply:
+        dtype = None if call.dtype is None else DTYPES.get(call.dtype)
+        if dtype is None and call.dtype is not None:
+            raise ValueError(f"dtype is {call.dtype!r}, but must be one of {', '.join(DTYPES)}")
+        refs, outputs = space.refs(call.ids, call.salt), self._outputs
+        result = {}
+        try:
+            result = space.tiers.retrieve(refs, list(dict.fromkeys(call.layer_idxs)), dtype, outputs)
+        finally:
+            places = outputs.hand_over(result)
+        segments = outputs.take_new()
+        new += [fd for fd, _ in segments]
+        return wire.Reply(rows=places, segments=[size for _, size in segments])

@@ -1,0 +1,242 @@
+"""What clients and the server say to each other: messages, checked as they are decoded, over a Unix socket.
+
+A message is its length (4 bytes, little-endian) and a msgpack body; file descriptors of shared memory travel with it.
+Rows never do: they are in shared memory, and messages say where. Whatever comes in has been checked for types and
+limits when ``receive`` returns it; whether a place lies within its memory, the owner of the memory checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+#: Both sides compare it first.
+VERSION = 1
+#: Token ids of 2²⁴ tokens, and as much again.
+_MAX_BODY = 1 << 28
+_MAX_FDS = 16
+_LENGTH = struct.Struct("<I")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+_LayerIdx = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_LayerIdxs = Annotated[list[_LayerIdx], msgspec.Meta(max_length=1024)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
+_HiddenDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_Salt = Annotated[str, msgspec.Meta(max_length=128)]
+_Ids = Annotated[bytes, msgspec.Meta(max_length=8 << 24)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+MAX_SECONDS = 86400.0
+
+
+class Place(msgspec.Struct):
+    """Rows of one layer in shared memory: ``[num_tokens, hidden_dim]`` of ``dtype``, at ``offset`` of a segment.
+
+    ``segment``: 0 is the client's staging memory; others are numbered as the server has sent them, from 1.
+    """
+
+    layer_idx: _LayerIdx
+    segment: _Count
+    offset: _Bytes
+    num_tokens: _Count
+    hidden_dim: _HiddenDim
+    dtype: _Name
+
+
+#: Results that the client has no more use for: segment and offset of each.
+_Released = Annotated[list[tuple[_Count, _Bytes]], msgspec.Meta(max_length=1 << 20)]
+_Places = Annotated[list[Place], msgspec.Meta(max_length=1024)]
+
+
+class Call(msgspec.Struct, tag_field="op", kw_only=True):
+    """``staging``: size of a new staging segment whose descriptor comes with the message; 0 without one."""
+
+    released: _Released = []
+    staging: _Bytes = 0
+
+
+class HelloCall(Call, tag="hello", kw_only=True):
+    """The first message of a connection: whose rows it is about."""
+
+    version: int
+    model: _Name
+    model_revision: str
+    kv_dtype: _Name
+    world_size: _Count
+    worker_id: _Count
+
+
+class StoreCall(Call, tag="store", kw_only=True):
+    ids: _Ids
+    token_offset: _Count
+    rows: _Places
+    salt: _Salt = ""
+
+
+class RetrieveCall(Call, tag="retrieve", kw_only=True):
+    ids: _Ids
+    layer_idxs: _LayerIdxs
+    dtype: _Name | None
+    salt: _Salt = ""
+
+
+class CoverageCall(Call, tag="coverage", kw_only=True):
+    ids: _Ids
+    layer_idxs: _LayerIdxs
+    salt: _Salt = ""
+
+
+class PrefetchCall(Call, tag="prefetch", kw_only=True):
+    ids: _Ids
+    layer_idxs: _LayerIdxs | None
+    salt: _Salt = ""
+
+
+class FlushCall(Call, tag="flush", kw_only=True):
+    timeout: _Seconds
+
+
+class ClearCall(Call, tag="clear", kw_only=True):
+    pass
+
+
+class StatsCall(Call, tag="stats", kw_only=True):
+    pass
+
+
+AnyCall = HelloCall | StoreCall | RetrieveCall | CoverageCall | PrefetchCall | FlushCall | ClearCall | StatsCall
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """``error``: a wrong argument (``is_argument``), or trouble of the server. ``segments``: sizes of new segments,
+    whose descriptors come with the message.
+    """
+
+    count: int = 0
+    rows: _Places = []
+    figures: dict[str, int | float | str | bool] = {}
+    segments: Annotated[list[_Bytes], msgspec.Meta(max_length=_MAX_FDS)] = []
+    error: str = ""
+    is_argument: bool = False
+
+
+_encoder = msgspec.msgpack.Encoder()
+_calls: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
+_replies = msgspec.msgpack.Decoder(Reply)
+M = TypeVar("M")
+
+
+class BrokenMessage(ConnectionError):
+    """The other side does not speak this protocol, or has been cut off in the middle of a message."""
+
+
+def socket_name(url: str) -> str:
+    """The name of the server's socket, in Linux's abstract namespace: from the port of LMCache's own.
+
+    Args:
+        url: Of LMCache's server: ``tcp://host:port``, ``grpc://host:port`` or ``host:port``.
+
+    Raises:
+        ValueError: No port can be read from it.
+    """
+    parts = urlsplit(url if "://" in url else f"tcp://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in ("tcp", "grpc") or port is None:
+        raise ValueError(
+            f"url is {url!r}, but must be tcp://host:port or grpc://host:port of the LMCache server on this machine; "
+            "for another kind of address, give the socket that the server has logged as socket="
+        )
+    return name_for_port(port)
+
+
+def name_for_port(port: int) -> str:
+    """The name of the socket of a server whose LMCache listens on ``port``."""
+    return f"\0lmcache-hs-{port}"
+
+
+def send(sock: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
+    """Send one message. Raises OSError, TimeoutError included."""
+    body = _encoder.encode(message)
+    frame = _LENGTH.pack(len(body)) + body
+    sent = socket.send_fds(sock, [frame], fds) if fds else sock.send(frame)
+    if sent < len(frame):
+        sock.sendall(memoryview(frame)[sent:])
+
+
+def receive_call(sock: socket.socket) -> tuple[AnyCall, list[int]]:
+    """The next request and the descriptors that came with it, the caller's to close. Raises OSError, BrokenMessage."""
+    return _receive(sock, _calls, None)
+
+
+def receive_reply(sock: socket.socket, deadline: float) -> tuple[Reply, list[int]]:
+    """The reply, as ``receive_call``; TimeoutError at the deadline (monotonic)."""
+    return _receive(sock, _replies, deadline)
+
+
+def _receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[M], deadline: float | None) -> tuple[M, list[int]]:
+    fds: list[int] = []
+    try:
+        body = _frame(sock, deadline, fds)
+        return decoder.decode(body), fds
+    except msgspec.DecodeError as error:  # ValidationError is one
+        close_all(fds)
+        raise BrokenMessage(f"not a message of this protocol: {error}") from None
+    except BaseException:
+        close_all(fds)
+        raise
+
+
+def _frame(sock: socket.socket, deadline: float | None, fds: list[int]) -> bytearray:
+    """One frame's body; descriptors are appended as they come."""
+    head = bytearray()
+    while len(head) < _LENGTH.size:
+        _set_timeout(sock, deadline)
+        piece, received, _, _ = socket.recv_fds(sock, _LENGTH.size - len(head), _MAX_FDS)
+        fds += received
+        if not piece:
+            raise BrokenMessage("the connection was closed")
+        head += piece
+    (size,) = _LENGTH.unpack(head)
+    if size > _MAX_BODY:
+        raise BrokenMessage(f"a message of {size} bytes")
+    body = bytearray(size)
+    view, done = memoryview(body), 0
+    while done < size:
+        _set_timeout(sock, deadline)
+        count = sock.recv_into(view[done:])
+        if not count:
+            raise BrokenMessage("the connection was closed in the middle of a message")
+        done += count
+    return body
+
+
+def _set_timeout(sock: socket.socket, deadline: float | None) -> None:
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that came with a message."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end runs as this user, or as root."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (os.geteuid(), 0)
