@@ -1,9 +1,10 @@
 """LMCache's connector for vLLM, changed only so far that it runs on a CPU.
 
-vLLM gets the very line of the docs (``LMCacheConnectorV1Dynamic`` with LMCache's module), so what is changed is changed
-when LMCache's modules are imported; importing them earlier would make vLLM on a CPU, which looks into every module that
-is there when it starts, trip over them.
+vLLM gets the very line of the docs (``LMCacheConnectorV1Dynamic`` with LMCache's module) and imports that module
+itself, so modules are changed when they are imported:
 
+- vLLM on a CPU asks every object of every module for its ``__dict__`` when it starts. llvmlite, which LMCache imports
+  through numba, answers that with a function of its library, and vLLM ends with an AttributeError.
 - LMCache has no connector for CPU memory (``No supported cpu connector found``), so it gets one that really copies KV.
 - It expects nothing but KV among vLLM's caches, so the hidden states' is not shown to it.
 - All of its shutdown ends in an assertion of ZeroMQ when everything runs in one process, so only its engine is closed.
@@ -24,6 +25,17 @@ CONNECTOR = {
     "kv_connector": "LMCacheConnectorV1Dynamic",
     "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1",
 }
+
+
+def _hide_dict(module: ModuleType) -> None:
+    plain = module._lib_wrapper.__getattr__
+
+    def getattr_(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return plain(self, name)
+
+    module._lib_wrapper.__getattr__ = getattr_
 
 
 def _copy_on_cpu(module: ModuleType) -> None:
@@ -51,6 +63,7 @@ def _run_on_cpu(module: ModuleType) -> None:
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "llvmlite.binding.ffi": _hide_dict,
     "lmcache.v1.gpu_connector": _copy_on_cpu,  # LMCache 0.5.6
     "lmcache.inprocess.v1.gpu_connector": _copy_on_cpu,  # 0.5.7
     CONNECTOR["kv_connector_module_path"]: _run_on_cpu,
@@ -58,7 +71,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds LMCache's modules where they are, and changes them after they have run."""
+    """Finds those modules where they are, and changes them after they have run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
