@@ -143,7 +143,9 @@ class Spaces:
 
     def _ident(self, hello: HelloCall) -> NamespaceId:
         hasher = self._context.token_hasher
-        name, function = self._context.hash_algorithm_name, hasher.hash_func
+        # LMCache 0.5.7 has the name in its context, 0.5.6 in the hasher.
+        named = self._context if hasattr(self._context, "hash_algorithm_name") else hasher
+        name, function = named.hash_algorithm_name, hasher.hash_func
         if name != "blake3":  # as the in-process plugin names them
             actual = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
             name = f"{name} ({actual})"
