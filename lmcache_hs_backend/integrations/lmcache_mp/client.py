@@ -155,7 +155,7 @@ class HiddenStateClient:
         places, nbytes = [], 0
         for layer_idx, tensor in rows.items():
             tokens, hidden_dim = tensor.shape
-            places.append(wire.Place(layer_idx, 0, nbytes, tokens, hidden_dim, DTYPE_NAMES[tensor.dtype]))
+            places.append(wire.SegmentPlace(layer_idx, 0, nbytes, tokens, hidden_dim, DTYPE_NAMES[tensor.dtype]))
             nbytes += align(tensor.nbytes)
         call = wire.StoreCall(ids=ids, token_offset=token_offset, rows=places, salt=cache_salt)
         reply = self._ask(call, list(rows.values()))
@@ -230,7 +230,7 @@ class HiddenStateClient:
         rows: Sequence[torch.Tensor] = (),
         result: dict[int, torch.Tensor] | None = None,
         more_sec: float = 0.0,
-    ) -> wire.Reply | None:
+    ) -> wire.WireReply | None:
         """The reply; None when there is none. Raises ValueError when the server says that an argument is wrong."""
         deadline = time.monotonic() + self._timeout_sec + more_sec
         try:
@@ -266,7 +266,7 @@ class _Channels:
         rows: Sequence[torch.Tensor],
         result: dict[int, torch.Tensor] | None,
         deadline: float,
-    ) -> wire.Reply:
+    ) -> wire.WireReply:
         """Raises _Unavailable."""
         while True:
             channel, fresh = self._take(deadline)
@@ -378,7 +378,7 @@ class _Channel:
         rows: Sequence[torch.Tensor],
         result: dict[int, torch.Tensor] | None,
         deadline: float,
-    ) -> wire.Reply:
+    ) -> wire.WireReply:
         """``rows`` go to the places that a StoreCall names; what comes back goes into ``result``. Raises OSError."""
         fds: list[int] = []
         try:
@@ -406,7 +406,7 @@ class _Channel:
             raise wire.BrokenMessage(f"rows in segment {number} of {len(self._segments)}")
         return self._segments[number - 1]
 
-    def _stage(self, places: Sequence[wire.Place], rows: Sequence[torch.Tensor], fds: list[int]) -> int:
+    def _stage(self, places: Sequence[wire.SegmentPlace], rows: Sequence[torch.Tensor], fds: list[int]) -> int:
         """Copy rows to where the server finds them. The size of the staging memory if it is new."""
         needed = places[-1].offset + align(rows[-1].nbytes)
         new = 0
@@ -418,7 +418,7 @@ class _Channel:
             self._staging.rows(place).copy_(tensor)
         return new
 
-    def _exchange(self, call: wire.AnyCall, fds: list[int], deadline: float) -> wire.Reply:
+    def _exchange(self, call: wire.AnyCall, fds: list[int], deadline: float) -> wire.WireReply:
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         wire.send(self._socket, call, fds)
         reply, received = wire.receive_reply(self._socket, deadline)

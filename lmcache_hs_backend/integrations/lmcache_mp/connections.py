@@ -124,7 +124,7 @@ class Session:
         self._outputs.close()
         self._staging = None
 
-    def _answer(self, call: wire.AnyCall, fds: list[int], new: list[int]) -> wire.Reply:
+    def _answer(self, call: wire.AnyCall, fds: list[int], new: list[int]) -> wire.WireReply:
         try:
             self._outputs.release(call.released)
             if call.staging:
@@ -141,39 +141,39 @@ class Session:
         except wire.BrokenMessage:
             raise
         except ValueError as error:
-            return wire.Reply(error=str(error), is_argument=True)
+            return wire.WireReply(error=str(error), is_argument=True)
         except Exception as error:
             logger.exception("a client's call failed")
             if self._space is not None:
                 self._space.tiers.metrics.add("errors_internal")
-            return wire.Reply(error=f"{type(error).__name__}: {error}")
+            return wire.WireReply(error=f"{type(error).__name__}: {error}")
 
-    def _hello(self, call: wire.HelloCall) -> wire.Reply:
+    def _hello(self, call: wire.HelloCall) -> wire.WireReply:
         if call.version != wire.VERSION:
             raise ValueError(f"the client speaks version {call.version}, the server {wire.VERSION}: install the same")
         if "@" in call.model or "@" in call.kv_dtype:
             raise ValueError(f"the model {call.model!r} or kv_dtype {call.kv_dtype!r} contains '@'")
         self._space = self._spaces.open(call)
-        return wire.Reply(count=self._space.ident.chunk_size)
+        return wire.WireReply(count=self._space.ident.chunk_size)
 
-    def _handle(self, space: Space, call: wire.AnyCall, new: list[int]) -> wire.Reply:
+    def _handle(self, space: Space, call: wire.AnyCall, new: list[int]) -> wire.WireReply:
         tiers = space.tiers
         if isinstance(call, wire.StoreCall):
-            return wire.Reply(count=self._store(space, call))
+            return wire.WireReply(count=self._store(space, call))
         if isinstance(call, wire.RetrieveCall):
             return self._retrieve(space, call, new)
         if isinstance(call, wire.CoverageCall):
             refs = space.refs(call.ids, call.salt)
             covered = tiers.covered([ref.name for ref in refs], call.layer_idxs)
-            return wire.Reply(count=refs[covered - 1].end if covered else 0)
+            return wire.WireReply(count=refs[covered - 1].end if covered else 0)
         if isinstance(call, wire.PrefetchCall):
             tiers.prefetch(space.refs(call.ids, call.salt), call.layer_idxs)
-            return wire.Reply()
+            return wire.WireReply()
         if isinstance(call, wire.FlushCall):
-            return wire.Reply(count=tiers.flush(call.timeout))
+            return wire.WireReply(count=tiers.flush(call.timeout))
         if isinstance(call, wire.ClearCall):
-            return wire.Reply(count=tiers.clear())
-        return wire.Reply(figures=tiers.stats())
+            return wire.WireReply(count=tiers.clear())
+        return wire.WireReply(figures=tiers.stats())
 
     def _store(self, space: Space, call: wire.StoreCall) -> int:
         refs = [ref for ref in space.refs(call.ids, call.salt) if ref.start >= call.token_offset]
@@ -183,7 +183,7 @@ class Session:
         stored = space.tiers.store(refs, call.ids, rows, call.token_offset)
         return stored if space.tiers.config.store_count == "new" else space.tiers.held(refs, rows)
 
-    def _retrieve(self, space: Space, call: wire.RetrieveCall, new: list[int]) -> wire.Reply:
+    def _retrieve(self, space: Space, call: wire.RetrieveCall, new: list[int]) -> wire.WireReply:
         dtype = None if call.dtype is None else DTYPES.get(call.dtype)
         if dtype is None and call.dtype is not None:
             raise ValueError(f"dtype is {call.dtype!r}, but must be one of {', '.join(DTYPES)}")
@@ -195,4 +195,4 @@ class Session:
             places = outputs.hand_over(result)
         segments = outputs.take_new()
         new += [fd for fd, _ in segments]
-        return wire.Reply(rows=places, segments=[size for _, size in segments])
+        return wire.WireReply(rows=places, segments=[size for _, size in segments])

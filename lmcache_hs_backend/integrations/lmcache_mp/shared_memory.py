@@ -4,7 +4,8 @@ A segment is a memfd, so nothing is left in /dev/shm when a process is killed, a
 not apply. It is sealed against shrinking: a peer that cut it would otherwise crash whoever touches it next.
 
 Today rows are copied into or out of such memory, and the server copies once more between it and the hot tier's slots (a
-result is written into it directly). A ``wire.Place`` names a segment, so the hot tier's own arena can become one.
+result is written into it directly). A ``wire.SegmentPlace`` names a segment, so the hot tier's
+own arena can become one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 import torch
 
 from lmcache_hs_backend.format.pages import ALIGN, align
-from lmcache_hs_backend.integrations.lmcache_mp.wire import Place
+from lmcache_hs_backend.integrations.lmcache_mp.wire import SegmentPlace
 from lmcache_hs_backend.tiers.state.slots import FreeList
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -64,7 +65,7 @@ class Segment:
             os.close(fd)
             raise
 
-    def rows(self, place: Place, returned: deque[tuple[int, int]] | None = None) -> torch.Tensor:
+    def rows(self, place: SegmentPlace, returned: deque[tuple[int, int]] | None = None) -> torch.Tensor:
         """The rows at a place, as a tensor that keeps the memory mapped.
 
         ``returned`` gets (segment, offset) when the last view of the tensor is gone.
@@ -100,19 +101,19 @@ class SharedOutputs:
         self._segments: list[tuple[Segment, FreeList]] = []
         self._lent: dict[tuple[int, int], int] = {}  # (segment, offset) → bytes, until the client releases them
         self._new: list[tuple[int, int]] = []  # descriptor and size of segments that the client does not have yet
-        self._places: dict[int, Place] = {}  # of the call in progress, by the address of the rows
+        self._places: dict[int, SegmentPlace] = {}  # of the call in progress, by the address of the rows
 
     def rows(self, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the rows of one layer of a result. Raises MemoryError when the client holds too much."""
         nbytes = align(max(1, num_tokens * hidden_dim * dtype.itemsize))
         number, offset = self._allocate(nbytes)
         self._lent[number, offset] = nbytes
-        place = Place(0, number, offset, num_tokens, hidden_dim, DTYPE_NAMES[dtype])
+        place = SegmentPlace(0, number, offset, num_tokens, hidden_dim, DTYPE_NAMES[dtype])
         tensor = self._segments[number - 1][0].rows(place)
         self._places[tensor.data_ptr()] = place
         return tensor
 
-    def hand_over(self, result: dict[int, torch.Tensor]) -> list[Place]:
+    def hand_over(self, result: dict[int, torch.Tensor]) -> list[SegmentPlace]:
         """End a call: the places of its result. Memory that was taken for it and is not part of it is free again."""
         places = []
         for layer_idx, tensor in result.items():

@@ -36,7 +36,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 MAX_SECONDS = 86400.0
 
 
-class Place(msgspec.Struct):
+class SegmentPlace(msgspec.Struct):
     """Rows of one layer in shared memory: ``[num_tokens, hidden_dim]`` of ``dtype``, at ``offset`` of a segment.
 
     ``segment``: 0 is the client's staging memory; others are numbered as the server has sent them, from 1.
@@ -52,7 +52,7 @@ class Place(msgspec.Struct):
 
 #: Results that the client has no more use for: segment and offset of each.
 _Released = Annotated[list[tuple[_Count, _Bytes]], msgspec.Meta(max_length=1 << 20)]
-_Places = Annotated[list[Place], msgspec.Meta(max_length=1024)]
+_Places = Annotated[list[SegmentPlace], msgspec.Meta(max_length=1024)]
 
 
 class Call(msgspec.Struct, tag_field="op", kw_only=True):
@@ -114,7 +114,7 @@ class StatsCall(Call, tag="stats", kw_only=True):
 AnyCall = HelloCall | StoreCall | RetrieveCall | CoverageCall | PrefetchCall | FlushCall | ClearCall | StatsCall
 
 
-class Reply(msgspec.Struct, kw_only=True):
+class WireReply(msgspec.Struct, kw_only=True):
     """``error``: a wrong argument (``is_argument``), or trouble of the server. ``segments``: sizes of new segments,
     whose descriptors come with the message.
     """
@@ -129,7 +129,7 @@ class Reply(msgspec.Struct, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _calls: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
-_replies = msgspec.msgpack.Decoder(Reply)
+_replies = msgspec.msgpack.Decoder(WireReply)
 M = TypeVar("M")
 
 
@@ -178,7 +178,7 @@ def receive_call(sock: socket.socket) -> tuple[AnyCall, list[int]]:
     return _receive(sock, _calls, None)
 
 
-def receive_reply(sock: socket.socket, deadline: float) -> tuple[Reply, list[int]]:
+def receive_reply(sock: socket.socket, deadline: float) -> tuple[WireReply, list[int]]:
     """The reply, as ``receive_call``; TimeoutError at the deadline (monotonic)."""
     return _receive(sock, _replies, deadline)
 
