@@ -46,6 +46,7 @@ while True:
 """
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("again", ["once", "twice"])
 @pytest.mark.parametrize("how", ["exit", "raise"])
 def test_a_signal_handler_that_closes_a_busy_store_ends_in_its_time(tmp_path: Path, how: str, again: str) -> None:

@@ -25,6 +25,8 @@ from tests.vllm.worker_rig import CHUNK, HIDDEN, LAYERS, Rig
 
 ROWS = [torch.zeros(CHUNK, HIDDEN, dtype=torch.bfloat16)] * len(LAYERS)
 
+pytestmark = pytest.mark.timing
+
 
 class Arrived:
     """The event of a copy from a GPU that has ended: such rows are stored by the sink's thread."""
