@@ -63,6 +63,7 @@ def rig(tmp_path: Path, disk: FaultyDisk) -> Iterator[Rig]:
     made.close()
 
 
+@pytest.mark.timing
 def test_what_a_chunk_costs_does_not_grow_with_the_requests_that_wait_for_a_full_disk(
     rig: Rig, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def test_what_a_chunk_costs_does_not_grow_with_the_requests_that_wait_for_a_full
     assert rig.sink.figures["records"] == 256
 
 
+@pytest.mark.timing
 def test_after_an_outage_nothing_of_it_is_kept_and_chunks_cost_what_they_did(tmp_path: Path, disk: FaultyDisk) -> None:
     rig = Rig(tmp_path / "cold", files=disk, hot_size=0.002)
 
