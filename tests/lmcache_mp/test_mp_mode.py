@@ -1,0 +1,370 @@
+"""Hidden states in LMCache's MP mode, on the real ``lmcache server``: rows, faults of either side, KV that goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.waiting import wait_until
+
+pytest.importorskip("lmcache")
+
+from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
+from tests.support.mp_server import CHUNK, MODEL, ROOT, MpServer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+HIDDEN = 256
+
+
+def tokens_of(chunks: float, seed: int) -> list[int]:
+    ids = torch.randint(0, 50_000, (int(chunks * CHUNK),), generator=torch.Generator().manual_seed(seed))
+    return [int(token) for token in ids]
+
+
+def rows_of(num_tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def is_served(client: HiddenStateClient, tokens: list[int], rows: torch.Tensor) -> bool:
+    found = client.retrieve_hidden_states(tokens)
+    return found is not None and torch.equal(found, rows.float())
+
+
+# -- rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_come_back_as_they_went(shared_server: MpServer, dtype: torch.dtype) -> None:
+    client = shared_server.client()
+    seed = 10 + [torch.bfloat16, torch.float16, torch.float32].index(dtype)
+    tokens, rows = tokens_of(3.5, seed), rows_of(int(3.5 * CHUNK), seed, dtype)
+    assert client.retrieve_hidden_states(tokens) is None
+    assert client.store_hidden_states(tokens, rows) == 3  # whole chunks only, as the server's KV
+    found = client.retrieve_hidden_states(torch.tensor(tokens))
+    assert found is not None
+    assert (found.dtype, found.is_contiguous()) == (torch.float32, True)
+    assert torch.equal(found, rows[: 3 * CHUNK].float())
+    native = client.retrieve_layers(tokens, [0], None)[0]
+    assert native.dtype == dtype
+    assert torch.equal(native, rows[: 3 * CHUNK])
+    client.close()
+
+
+def test_layers_offsets_coverage_and_counts(shared_server: MpServer) -> None:
+    client = shared_server.client()
+    tokens = tokens_of(4, 20)
+    layers = {-1: rows_of(4 * CHUNK, 21), 0: rows_of(4 * CHUNK, 22), 24: rows_of(4 * CHUNK, 23)}
+    assert client.store_layers(tokens[: 2 * CHUNK], {idx: rows[: 2 * CHUNK] for idx, rows in layers.items()}) == 2
+    assert client.coverage(tokens, (-1, 0, 24)) == 2 * CHUNK
+    assert client.store_layers(tokens, {idx: rows[2 * CHUNK :] for idx, rows in layers.items()}, 2 * CHUNK) == 2
+    assert client.store_layers(tokens, layers) == 4  # held, whoever stored them
+    assert client.coverage(tokens, (-1, 0, 24)) == 4 * CHUNK
+    assert client.coverage(tokens, (7,)) == 0
+    found = client.retrieve_layers(tokens, [24, -1, 0])
+    assert all(torch.equal(found[idx], rows.float()) for idx, rows in layers.items())
+    assert client.retrieve_layers(tokens, [0, 7]) == {}
+    client.prefetch(tokens)
+    assert client.flush(20) == 0
+    assert client.stats()["stored_chunks"] >= 4
+    client.close()
+
+
+def test_salted_prompts_are_kept_apart(shared_server: MpServer) -> None:
+    client = shared_server.client()
+    tokens, rows = tokens_of(2, 30), rows_of(2 * CHUNK, 31)
+    assert client.store_hidden_states(tokens, rows, cache_salt="alice") == 2
+    assert client.retrieve_hidden_states(tokens) is None
+    assert client.retrieve_hidden_states(tokens, cache_salt="bob") is None
+    found = client.retrieve_hidden_states(tokens, cache_salt="alice")
+    assert found is not None
+    assert torch.equal(found, rows.float())
+    client.close()
+
+
+def test_models_are_kept_apart(shared_server: MpServer) -> None:
+    one, other = shared_server.client(), shared_server.client(model="org/another")
+    tokens, rows = tokens_of(2, 40), rows_of(2 * CHUNK, 41)
+    assert one.store_hidden_states(tokens, rows) == 2
+    assert other.retrieve_hidden_states(tokens) is None
+    assert len(shared_server.status()["stores"]) >= 2
+    one.close()
+    other.close()
+
+
+def test_results_stay_as_they_are_while_others_come(shared_server: MpServer) -> None:
+    """Their memory is recycled only when the last view is gone, also when the client is closed before that."""
+    client = shared_server.client()
+    prompts = {seed: (tokens_of(2, seed), rows_of(2 * CHUNK, seed)) for seed in range(50, 62)}
+    for tokens, rows in prompts.values():
+        assert client.store_hidden_states(tokens, rows) == 2
+    kept = {seed: client.retrieve_hidden_states(tokens)[5:9] for seed, (tokens, _) in prompts.items()}  # type: ignore[index]
+    for _ in range(3):
+        for tokens, rows in prompts.values():
+            assert is_served(client, tokens, rows)
+    client.close()
+    for seed, (_, rows) in prompts.items():
+        assert torch.equal(kept[seed], rows[5:9].float())
+
+
+def test_memory_of_results_is_recycled(shared_server: MpServer) -> None:
+    client = shared_server.client()
+    tokens, rows = tokens_of(16, 70), rows_of(16 * CHUNK, 71)  # 4 MiB as float32
+    assert client.store_hidden_states(tokens, rows) == 16
+    for _ in range(40):
+        assert is_served(client, tokens, rows)
+    (channel,) = client._channels._idle
+    assert sum(segment.nbytes for segment in channel._segments) <= 32 << 20
+    client.close()
+
+
+WRONG: dict[str, Any] = {
+    "rows that are too few": lambda client: client.store_hidden_states([1] * CHUNK, rows_of(CHUNK - 1, 0)),
+    "rows of ints": lambda client: client.store_hidden_states([1] * CHUNK, torch.ones(CHUNK, 4, dtype=torch.int32)),
+    "an offset beyond the prompt": lambda client: client.store_hidden_states(
+        [1] * CHUNK, rows_of(CHUNK, 0), token_offset=CHUNK + 1
+    ),
+    "token ids that are text": lambda client: client.retrieve_hidden_states(["a"] * CHUNK),
+    "token ids below 0": lambda client: client.retrieve_hidden_states([-1] * CHUNK),
+    "a layer that is no int": lambda client: client.retrieve_hidden_states([1] * CHUNK, layer_idx="0"),
+    "a dtype that is no float": lambda client: client.retrieve_layers([1] * CHUNK, [0], torch.int8),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_is_a_value_error_and_changes_nothing(shared_server: MpServer, wrong: str) -> None:
+    client = shared_server.client()
+    before = client.stats()["stored_chunks"]
+    with pytest.raises(ValueError):
+        WRONG[wrong](client)
+    assert client.stats()["stored_chunks"] == before
+    client.close()
+
+
+@pytest.mark.parametrize("url", ["ipc:///tmp/socket", "tcp://host", "", "http://host:80", "tcp://host:port"])
+def test_an_address_without_a_port_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="url"):
+        HiddenStateClient(url, model=MODEL)
+
+
+def test_eight_clients_at_once_get_their_own_rows(shared_server: MpServer) -> None:
+    """The burst: all share a system prompt, each stores and reads in its own process, again and again."""
+    code = textwrap.dedent(f"""
+        import sys, torch
+        from tests.lmcache_mp.test_mp_mode import CHUNK, rows_of, tokens_of
+        from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
+        number = int(sys.argv[1])
+        client = HiddenStateClient({shared_server.url!r}, model="org/burst", read_timeout_sec=60)
+        for turn in range(4):
+            tokens = tokens_of(2, 1) + tokens_of(2, 100 + number + 8 * turn)
+            rows = torch.cat([rows_of(2 * CHUNK, 1), rows_of(2 * CHUNK, 100 + number + 8 * turn)])
+            for layer in (-1, 0, 24):
+                assert client.store_hidden_states(tokens, rows + layer, layer_idx=layer) == 4
+            for _ in range(3):
+                found = client.retrieve_layers(tokens, [24, 0, -1])
+                assert set(found) == {{-1, 0, 24}}
+                for layer, got in found.items():
+                    assert torch.equal(got, (rows + layer).float()), (number, turn, layer)
+        client.close()
+    """)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(number)], env=environment, stderr=subprocess.PIPE)
+        for number in range(8)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, b"".join(errors).decode()[-3000:]
+
+
+def test_threads_of_one_client_do_not_disturb_each_other(shared_server: MpServer) -> None:
+    client = shared_server.client(read_timeout_sec=60)
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        tokens, rows = tokens_of(3, 200 + number), rows_of(3 * CHUNK, 200 + number)
+        for _ in range(10):
+            if client.store_hidden_states(tokens, rows) != 3 or not is_served(client, tokens, rows):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    client.close()
+
+
+# -- KV that goes ----------------------------------------------------------------------------------------------
+
+
+def test_kv_that_lmcache_deletes_takes_its_rows_along(shared_server: MpServer) -> None:
+    client = shared_server.client()
+    tokens, rows = tokens_of(4, 300), rows_of(4 * CHUNK, 301)
+    assert shared_server.put_kv(tokens) == 4
+    assert client.store_hidden_states(tokens, rows) == 4
+    shared_server.delete_kv(tokens, [2])
+    wait_until(lambda: client.coverage(tokens) == 2 * CHUNK)
+    found = client.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert torch.equal(found, rows[: 2 * CHUNK].float())
+    assert client.stats()["kv_gone_deleted"] >= 1
+    shared_server.put_kv(tokens)
+    assert client.store_hidden_states(tokens, rows) == 4
+    assert is_served(client, tokens, rows)
+    client.close()
+
+
+def test_kv_that_lmcache_evicts_takes_its_rows_along(shared_server: MpServer) -> None:
+    """L1 of 0.1 GB: its own LRU evicts the oldest KV when more comes."""
+    client = shared_server.client()
+    tokens, rows = tokens_of(2, 310), rows_of(2 * CHUNK, 311)
+    assert shared_server.put_kv(tokens, 1 << 20) == 2
+    assert client.store_hidden_states(tokens, rows) == 2
+    numbers = iter(range(320, 1000))
+
+    def more() -> bool:
+        shared_server.put_kv(tokens_of(8, next(numbers)), 2 << 20)
+        return client.coverage(tokens) == 0
+
+    wait_until(more, 60)
+    assert client.retrieve_hidden_states(tokens) is None
+    client.close()
+
+
+def test_rows_whose_kv_was_never_seen_are_served(shared_server: MpServer) -> None:
+    client = shared_server.client()
+    tokens, rows = tokens_of(2, 330), rows_of(2 * CHUNK, 331)
+    assert client.store_hidden_states(tokens, rows) == 2
+    shared_server.put_kv(tokens_of(2, 332))
+    shared_server.delete_kv(tokens_of(2, 332), [0, 1])
+    time.sleep(0.3)  # the event of other KV has come through
+    assert is_served(client, tokens, rows)
+    client.close()
+
+
+# -- clients that die ------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(shared_server: MpServer) -> None:
+    code = textwrap.dedent(f"""
+        from tests.lmcache_mp.test_mp_mode import CHUNK, rows_of, tokens_of
+        from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
+        client = HiddenStateClient({shared_server.url!r}, model="org/killed", read_timeout_sec=60)
+        tokens, rows = tokens_of(40, 1), rows_of(40 * CHUNK, 1)
+        held = []
+        print("stores", flush=True)
+        while True:
+            client.store_layers(tokens, {{layer: rows for layer in range(6)}})
+            held = [client.retrieve_layers(tokens, range(6))]
+            client.clear()
+    """)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    survivor = shared_server.client()
+    tokens, rows = tokens_of(2, 400), rows_of(2 * CHUNK, 401)
+    assert survivor.store_hidden_states(tokens, rows) == 2
+    assert shared_server.process is not None
+    maps = Path(f"/proc/{shared_server.process.pid}/maps")
+    for turn in range(3):
+        with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.3 + 0.17 * turn)  # in whatever it does then
+            process.kill()
+        wait_until(lambda: shared_server.status()["connections"] == 1)
+        assert is_served(survivor, tokens, rows)
+    wait_until(lambda: maps.read_text().count("memfd:lmcache-hs") <= 2)  # the survivor's: staging and results
+    again = shared_server.client(model="org/killed", read_timeout_sec=60)
+    prompt = tokens_of(40, 1)
+    found = again.retrieve_layers(prompt, range(6))
+    assert all(torch.equal(got, rows_of(40 * CHUNK, 1)[: len(got)].float()) for got in found.values())
+    again.close()
+    survivor.close()
+
+
+# -- a server that dies, stops or hangs ------------------------------------------------------------------------
+
+
+def test_the_servers_restart_is_survived_and_its_rows_with_it(server: MpServer) -> None:
+    client = server.client(read_timeout_sec=3)
+    tokens, rows = tokens_of(4, 500), rows_of(4 * CHUNK, 501)
+    assert client.store_hidden_states(tokens, rows) == 4
+    kept = client.retrieve_hidden_states(tokens)
+    assert client.flush(20) == 0
+    server.stop()
+    began = time.monotonic()
+    assert client.retrieve_hidden_states(tokens) is None
+    assert client.store_hidden_states(tokens, rows) == 0
+    assert (client.coverage(tokens), client.flush(1), client.stats()) == (0, 0, {})
+    client.prefetch(tokens)
+    assert time.monotonic() - began < 1  # the connection says at once that it is gone
+    server.start()
+    wait_until(lambda: is_served(client, tokens, rows))
+    assert kept is not None
+    assert torch.equal(kept, rows.float())
+    server.kill()
+    assert client.retrieve_hidden_states(tokens) is None
+    server.start()
+    wait_until(lambda: is_served(client, tokens, rows))
+    client.close()
+
+
+def test_a_server_that_hangs_costs_one_timeout_and_never_a_wrong_row(server: MpServer) -> None:
+    client = server.client(read_timeout_sec=1)
+    first, second = tokens_of(2, 510), tokens_of(2, 511)
+    rows, others = rows_of(2 * CHUNK, 512), rows_of(2 * CHUNK, 513)
+    assert client.store_hidden_states(first, rows) == 2
+    server.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert client.store_hidden_states(second, others) == 0  # the server will find this call when it goes on
+    assert time.monotonic() - began < 2
+    began = time.monotonic()
+    for _ in range(20):
+        assert client.retrieve_hidden_states(first) is None
+    assert time.monotonic() - began < 1.5  # not 20 seconds
+    server.signal(signal.SIGCONT)
+    wait_until(lambda: is_served(client, first, rows))
+    late = client.retrieve_hidden_states(second)
+    assert late is None or torch.equal(late, others.float()[: len(late)])
+    client.close()
+
+
+def test_a_client_may_be_there_before_its_server(tmp_path: Path) -> None:
+    server = MpServer(tmp_path / "cold", tmp_path / "log")
+    client = server.client()
+    tokens, rows = tokens_of(2, 520), rows_of(2 * CHUNK, 521)
+    assert client.retrieve_hidden_states(tokens) is None
+    assert client.store_hidden_states(tokens, rows) == 0
+    with server:
+        assert client.store_hidden_states(tokens, rows) == 2
+        assert is_served(client, tokens, rows)
+    client.close()
+    assert client.retrieve_hidden_states(tokens) is None
+
+
+def test_a_server_whose_cold_path_cannot_be_used_serves_on_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with MpServer(tmp_path / "file", tmp_path / "log") as server:
+        client = server.client()
+        tokens = tokens_of(2, 530)
+        assert client.store_hidden_states(tokens, rows_of(2 * CHUNK, 531)) == 0
+        assert client.retrieve_hidden_states(tokens) is None
+        assert server.status()["stores"] == []
+        client.close()
+
+
+def test_a_wrong_setting_is_named_and_the_server_does_not_start(tmp_path: Path) -> None:
+    server = MpServer(tmp_path / "cold", tmp_path / "log", io_treads=4)
+    with pytest.raises(AssertionError, match="io_treads"):
+        server.start()
+    assert "io_threads" in server.log.read_text()
