@@ -82,10 +82,27 @@ def cold_path_at_home(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {}
 
 
+def a_server(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """LMCache's MP server with our module."""
+    from tests.support.mp_server import MpServer
+
+    tmp_path = request.getfixturevalue("tmp_path")
+    server = MpServer(tmp_path / "mp-cold", tmp_path / "mp-log")
+    request.addfinalizer(server.stop)
+    server.start()
+    return {"url": server.url}
+
+
+def engine_and_server(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return engine_and_rows(request) | a_server(request)
+
+
 GIVEN: dict[str, Callable[[pytest.FixtureRequest], dict[str, Any]]] = {
     "README.md": engine_and_rows,
     "docs/reference/chunk-file.md": a_chunk_file,
     "docs/how-to/extract.md": cold_path_at_home,
+    "docs/how-to/mp-mode.md": a_server,
+    "docs/how-to/consumers.md": engine_and_server,
 }
 
 

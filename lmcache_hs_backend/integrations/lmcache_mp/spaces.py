@@ -71,7 +71,7 @@ class Space:
         return chunk_name(self._key(text, salt))
 
     def _key(self, chunk_hash: str, salt: str) -> str:
-        # As LMCache's in-process engine writes keys, so that a cold path of such an engine is found again.
+        # As LMCache's in-process engine writes keys, tags included, so that every tool reads both alike.
         ident = self.ident
         key = f"{ident.model}@{ident.world_size}@{ident.worker_id}@{chunk_hash}@{ident.kv_dtype}"
         return f"{key}@cache_salt%{salt}" if salt else key
