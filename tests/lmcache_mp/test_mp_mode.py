@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from tests.support.waiting import wait_until
 
 pytest.importorskip("lmcache")
 
+from lmcache_hs_backend import ColdTierReader
+from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
 from tests.support.mp_server import CHUNK, MODEL, ROOT, MpServer
 
@@ -244,13 +247,56 @@ def test_kv_that_lmcache_evicts_takes_its_rows_along(shared_server: MpServer) ->
 
 def test_rows_whose_kv_was_never_seen_are_served(shared_server: MpServer) -> None:
     client = shared_server.client()
-    tokens, rows = tokens_of(2, 330), rows_of(2 * CHUNK, 331)
+    tokens, rows, other = tokens_of(2, 330), rows_of(2 * CHUNK, 331), tokens_of(2, 332)
     assert client.store_hidden_states(tokens, rows) == 2
-    shared_server.put_kv(tokens_of(2, 332))
-    shared_server.delete_kv(tokens_of(2, 332), [0, 1])
-    time.sleep(0.3)  # the event of other KV has come through
+    shared_server.put_kv(other)
+    assert client.store_hidden_states(other, rows) == 2
+    shared_server.delete_kv(other, [0, 1])
+    wait_until(lambda: client.coverage(other) == 0)
     assert is_served(client, tokens, rows)
     client.close()
+
+
+def test_rows_stay_while_an_l2_adapter_holds_their_kv(tmp_path: Path) -> None:
+    """LMCache's own file-system adapter: it gets each object in the background after it has come to L1."""
+    kv = tmp_path / "kv"
+    adapter = json.dumps({"type": "fs", "base_path": str(kv)})
+    with MpServer(tmp_path / "cold", tmp_path / "log", ["--l2-adapter", adapter]) as server:
+        client = server.client()
+        tokens, rows, other = tokens_of(4, 340), rows_of(4 * CHUNK, 341), tokens_of(1, 342)
+        assert server.put_kv(tokens + other) == 5
+        assert server.put_kv(other) == 1
+        wait_until(lambda: sum(path.is_file() and path.suffix != ".tmp" for path in kv.rglob("*")) >= 6)
+        assert client.store_hidden_states(tokens, rows) == 4
+        assert client.store_hidden_states(other, rows[:CHUNK]) == 1
+
+        def both_gone() -> bool:  # events come in their order: so those of the first prompt have come through as well
+            server.delete_kv(tokens, [0, 1, 2, 3])  # again, as long as the adapter has it locked
+            server.delete_kv(other, [0])
+            server.delete_kv_from_l2(other, [0])
+            return client.coverage(other) == 0
+
+        wait_until(both_gone)
+        assert is_served(client, tokens, rows)
+        server.delete_kv_from_l2(tokens, [2, 3])
+        wait_until(lambda: client.coverage(tokens) == 2 * CHUNK)
+        client.close()
+
+
+def test_rows_whose_kv_is_gone_go_to_the_archive_and_can_be_extracted(tmp_path: Path) -> None:
+    with MpServer(tmp_path / "cold", tmp_path / "log", on_kv_gone="archive", write_back_sec=0) as server:
+        client = server.client()
+        tokens, rows = tokens_of(3, 350), rows_of(3 * CHUNK, 351)
+        assert server.put_kv(tokens) == 3
+        assert client.store_layers(tokens, {2: rows, 9: rows}) == 3
+        assert client.flush(20) == 0
+        server.delete_kv(tokens, [0, 1, 2])
+        wait_until(lambda: client.stats()["archived_chunks"] == 3)
+        assert client.retrieve_layers(tokens, [2]) == {}
+        client.close()
+    chunks = sorted(ColdTierReader(str(tmp_path / "cold")).chunks(), key=lambda chunk: chunk.header.meta.start)  # type: ignore[union-attr]
+    assert [chunk.state for chunk in chunks] == ["archived"] * 3
+    assert b"".join(chunk.header.token_ids for chunk in chunks if chunk.header) == token_bytes(tokens)
 
 
 # -- clients that die ------------------------------------------------------------------------------------------

@@ -52,6 +52,14 @@ class KvOfTests(DiscoverableModule):
         self._context.storage_manager.delete_l1_keys([self._keys(call)[n] for n in call["chunks"]])
         return b""
 
+    @server_module_handler("kv_of_tests.delete_from_l2")
+    def delete_from_l2(self, payload: bytes) -> bytes:
+        """Delete the KV of chunks from the L2 adapters."""
+        call = json.loads(payload)
+        for adapter in self._context.storage_manager._l2_adapters.values():
+            adapter.delete([self._keys(call)[n] for n in call["chunks"]])
+        return b""
+
     def _keys(self, call: dict[str, Any]) -> list[ObjectKey]:
         hashes = self._context.token_hasher.compute_chunk_hashes(call["tokens"])
         rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)

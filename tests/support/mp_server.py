@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ def free_port() -> int:
 class MpServer:
     """One server on one cold path. Use as a context manager; ``start`` again after ``stop`` or ``kill``."""
 
-    def __init__(self, cold_path: Path, log: Path, **config: Any) -> None:
+    def __init__(self, cold_path: Path, log: Path, arguments: Sequence[str] = (), **config: Any) -> None:
+        """``arguments``: further ones for the command. ``config``: of our module."""
         self.port = free_port()
         self.url = f"tcp://127.0.0.1:{self.port}"
         self.cold_path = cold_path
         self.config = {"cold_path": str(cold_path), "hot_size": 0.25, "max_cold_size": 1, "min_free_disk": 0, **config}
         self.log = log
+        self.arguments = arguments
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> MpServer:
@@ -59,6 +62,7 @@ class MpServer:
             str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port),
             "--http-port", str(free_port()), "--l1-size-gb", "0.1", "--eviction-policy", "LRU",
             "--disable-observability", "--chunk-size", str(CHUNK), "--server-module", json.dumps(modules),
+            *self.arguments,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_TRACK_USAGE": "false", "HS_STRICT": "1"}
         with self.log.open("ab") as log:
@@ -127,6 +131,10 @@ class MpServer:
     def put_kv(self, tokens: list[int], nbytes: int = 65536) -> int:
         """Store KV for a prompt. How many chunks of it were stored."""
         return int(self.call("kv_of_tests.put", {"model": MODEL, "tokens": tokens, "bytes": nbytes}))
+
+    def delete_kv_from_l2(self, tokens: list[int], chunks: list[int]) -> None:
+        """Delete the KV of some chunks from the L2 adapters."""
+        self.call("kv_of_tests.delete_from_l2", {"model": MODEL, "tokens": tokens, "chunks": chunks})
 
     def delete_kv(self, tokens: list[int], chunks: list[int]) -> None:
         """Delete the KV of some chunks."""
