@@ -253,9 +253,12 @@ def _store(session: Session, model: Model, essays: Sequence[Essay]) -> list[Prom
     with session.phase("store", "compute and store", steps) as (phase, advance):
         for prompt in (prompt for essay in essays for prompt in model.ask(essay)):
             session.store_kv(prompt)
+            counted = session.store.stats()["stored_chunks"]
             stored = session.store.store_layers(prompt.tokens, {layer: prompt.rows(layer) for layer in LAYERS})
             new = {key.to_string() for _, key in session.chunks(prompt)} - known
-            phase.expect(stored == len(new), f"{prompt.name}: {stored} chunks were stored, not {len(new)}")
+            held, added = len(session.chunks(prompt)), session.store.stats()["stored_chunks"] - counted
+            phase.expect(stored == held, f"{prompt.name}: {stored} chunks are held, not {held}")
+            phase.expect(added == len(new), f"{prompt.name}: {added} chunks were new, not {len(new)}")
             phase.add("prompts", 1)
             phase.add("tokens", len(prompt.tokens))
             known |= new
