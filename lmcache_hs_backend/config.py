@@ -204,6 +204,9 @@ class TieredConfig:
     on_locked: str = setting(
         "subdir", choice_of("subdir", "error"), "what to do when another process holds the namespace"
     )
+    require_cold: bool = setting(
+        False, boolean, "a cold_path that cannot be used at start is an error; false: the cold tier is offline until it can"
+    )
     fsync: bool = setting(False, boolean, "make each chunk file durable before it counts as written")
     verify_reads: bool = setting(True, boolean, "compare the checksum of every layer that is read")
     store_count: str = setting(
@@ -291,6 +294,7 @@ class TieredConfig:
 class LocalConfig(TieredConfig):
     """The settings of a store without LMCache or vLLM: those of the tiers, and what these two would have given."""
 
+    require_cold: bool = setting(True, boolean, "a cold_path that cannot be used at start is an error")
     hot_size: float = setting(2.0, number(0, above=True), "GB of the hot tier")
     chunk_size: int = setting(256, number(1, 2**20, integer=True), "tokens of a chunk; part of the namespace")
 

@@ -95,7 +95,8 @@ class TieredStore:
             setting: Turns the name of a setting into what the user wrote, for errors.
 
         Raises:
-            ConfigError: The cold path, or another setting, cannot be used. Nothing is left behind.
+            ConfigError: A setting cannot be used, or the cold path cannot and ``require_cold`` is set. Nothing is left
+                behind.
         """
         self.config = config
         self.ident = ident
@@ -106,18 +107,15 @@ class TieredStore:
         core, io = self._core, self._io
         executor = IoExecutor(io)
         self._recovered = threading.Event()
-        self._namespace: OwnedNamespace | None = None
-        opening = Opening(config, io, self._background, setting)
+        namespace = self._namespace = OwnedNamespace(config, ident, setting("cold_path"))
+        core.disk = ChunkFiles(config, namespace, self.metrics, files)
+        opening = Opening(core, namespace, self._background, executor, setting)
         try:
-            namespace = self._namespace = opening.namespace(ident, executor)
-            self.directory = namespace.directory
-            core.disk = opening.on_io_thread(lambda: ChunkFiles(config, namespace, self.metrics, files))
-            opening.on_io_thread(lambda: opening.fit_limits(core))
-            opening.on_io_thread(lambda: touch_first(core))
+            opening.open()
+            touch_first(core)
         except BaseException:
             end_threads(core, io, self._background, time.monotonic() + 1.0)
-            if self._namespace is not None:
-                self._namespace.close()
+            namespace.close()
             raise
         self._copier, self._clear, self._neighbours = Copier(core.arena, io), Clear(core, io), Neighbours(core, files)
         self._room = MakeRoom(core, files, self._neighbours)
@@ -128,7 +126,7 @@ class TieredStore:
         self._write_back = WriteBack(core, io, self._room)
         self._store = Store(core, self._copier, headers, ident.model, capture)
         self._retrieve = Retrieve(core, self._copier, reads, headers)
-        self._background.start(opening.recover(core, self._room, self._neighbours, executor, self._recovered))
+        self._background.start(opening.recover(self._room, self._neighbours, self._recovered))
         self._background.every(TICK_SEC, self._chores.tick)
         self._background.every(_PUBLISH_SEC, lambda: publish(core))
         self._closing = Closing(core, io, self._background, namespace)
@@ -321,6 +319,11 @@ class TieredStore:
                 self._core.state.orders.touch([entry for name in names if (entry := entries.get(name)) is not None])
 
     @property
+    def directory(self) -> str:
+        """The namespace's directory. While the cold path cannot be used, the one that is wanted."""
+        return self._namespace.directory
+
+    @property
     def closed(self) -> bool:
         """Whether close() has been called."""
         return self._core.closed
@@ -494,8 +497,11 @@ class TieredStore:
         return StoreDebug(self)
 
     def wait_recovered(self, timeout: float) -> bool:
-        """Wait until what was on disk at start is known, headers included. Returns whether it is."""
-        return self._recovered.wait(timeout)
+        """Wait until what was on disk at start is known, headers included. Returns whether it is.
+
+        A cold path that cannot be used yet is not waited for.
+        """
+        return self._recovered.wait(timeout if self._namespace.is_open else 0)
 
 
 # A process that ends without closing still writes what is dirty: the threads are daemons and run until then.

@@ -64,10 +64,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("cold_path", "", "the path of a directory"),
     ("cold_path", 7, "the path of a directory"),
     ("cold_path", None, "the path of a directory"),
-    ("cold_path", "/proc/hidden-states", "a directory that user"),
-    ("cold_path", "/dev/null", "a directory that user"),
-    ("cold_path", "/dev/null/below", "a directory that user"),
+    ("require_cold", "perhaps", "true or false"),
 ]
+UNUSABLE = ["/proc/hidden-states", "/dev/null", "/dev/null/below"]
 
 
 def errors_at_start(start, **changes: Any) -> tuple[Engine, list[str]]:
@@ -97,10 +96,60 @@ def test_a_wrong_value_is_one_error_that_says_what_is_allowed(start, tmp_path, s
     works_without_us(engine)
 
 
+@pytest.mark.parametrize("path", UNUSABLE)
+def test_a_cold_path_that_cannot_be_used_is_an_error_where_it_is_required(start, path):
+    engine, messages = errors_at_start(start, settings={"cold_path": path, "require_cold": True})
+    assert len(messages) == 1
+    assert "extra_config['storage_plugin.hs_tiered.cold_path']" in messages[0]
+    assert "a directory that user" in messages[0]
+    assert repr(path) in messages[0]
+    works_without_us(engine)
+
+
+@pytest.mark.parametrize("path", UNUSABLE)
+def test_with_a_cold_path_that_cannot_be_used_rows_stay_in_ram(start, path):
+    package = "lmcache_hs_backend"
+    health, backend = f"{package}.tiers.disk.health", f"{package}.integrations.lmcache.backend"
+    with logged(health, logging.WARNING) as warnings, logged(backend) as messages:
+        engine, errors = errors_at_start(start, settings={"cold_path": path})
+    assert not errors
+    (warning,) = warnings
+    assert "is offline" in warning
+    assert f"extra_config['storage_plugin.hs_tiered.cold_path'] is {path!r}" in warning
+    assert "a directory that user" in warning
+    (loaded,) = [text for text in messages if text.startswith("hs_tiered loaded")]
+    assert "(offline, " in loaded
+    assert engine.store.stats()["cold_state"] == "offline"
+    engine.store_both(TOKENS, ROWS)
+    assert torch.equal(engine.retrieve(TOKENS), ROWS.float())
+
+
+def test_a_cold_path_that_can_be_used_later_is_used_then_and_what_it_holds_is_served(start, cold_path):
+    first = start()
+    first.store_both(TOKENS, ROWS)
+    first.close()
+    aside = cold_path.rename(cold_path.with_name("aside"))
+    cold_path.write_text("precious")
+    engine = start()
+    assert isinstance(engine.store, TieredHiddenStateStore)
+    assert engine.store.stats()["cold_state"] == "offline"
+    others = tokens_of(2, seed=7)
+    engine.store_both(others, rows_of(2 * CHUNK, seed=7))
+    engine.store_kv(TOKENS)
+    assert engine.served(TOKENS) == 0
+    assert cold_path.read_text() == "precious"
+    cold_path.unlink()
+    aside.rename(cold_path)
+    engine.wait(lambda: engine.store.tiers.wait_recovered(0))
+    assert torch.equal(engine.retrieve(TOKENS), ROWS.float())
+    assert engine.store.flush(10) == 0
+    assert len(engine.files) == 5
+
+
 def test_a_cold_path_that_is_a_file_is_an_error_and_the_file_stays(start, tmp_path):
     file = tmp_path / "file"
     file.write_text("precious")
-    engine, messages = errors_at_start(start, path=file)
+    engine, messages = errors_at_start(start, path=file, settings={"require_cold": True})
     assert len(messages) == 1
     assert "extra_config['storage_plugin.hs_tiered.cold_path']" in messages[0]
     assert repr(str(file)) in messages[0]
@@ -111,7 +160,7 @@ def test_a_cold_path_that_is_a_file_is_an_error_and_the_file_stays(start, tmp_pa
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_cold_path_that_is_not_writable_is_an_error(start, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    engine, messages = errors_at_start(start, path=tmp_path / "locked")
+    engine, messages = errors_at_start(start, path=tmp_path / "locked", settings={"require_cold": True})
     assert len(messages) == 1
     assert "cold_path" in messages[0]
     works_without_us(engine)
@@ -154,7 +203,7 @@ def test_a_namespace_that_is_held_is_an_error_where_that_is_asked_for(start):
 @pytest.mark.parametrize("value", [10**9, "/dev/null"])
 def test_a_failed_start_holds_nothing_that_the_next_one_needs(start, cold_path, value):
     setting = "max_cold_size" if isinstance(value, int) else "cold_path"
-    failed, messages = errors_at_start(start, settings={setting: value})
+    failed, messages = errors_at_start(start, settings={setting: value, "require_cold": True})
     assert messages
     works_without_us(failed)
     engine = start(settings={"on_locked": "error"})

@@ -139,7 +139,7 @@ def test_something_else_in_the_place_of_our_own_files_is_one_clear_error_or_repl
         with opened(tmp_path / "cold"):
             pass
     else:
-        with pytest.raises(ConfigError, match="cold_path") as raised, opened(tmp_path / "cold"):
+        with pytest.raises(ConfigError, match="cold_path") as raised, opened(tmp_path / "cold", require_cold=True):
             pass
         assert str(path) in str(raised.value)
     assert theirs.read_text() == "not ours"

@@ -472,7 +472,8 @@ def test_a_cold_path_that_cannot_work_is_one_clear_error_and_leaves_nothing(tmp_
         path, changes = tmp_path, {"max_cold_size": 1e9}
     else:
         path = Path("/proc/nowhere")
-    with pytest.raises(ConfigError, match=r"cold_path|max_cold_size") as raised, opened(path, **changes):
+    required = opened(path, require_cold=True, **changes)
+    with pytest.raises(ConfigError, match=r"cold_path|max_cold_size") as raised, required:
         pass
     assert str(path) in str(raised.value)
     wait_until(lambda: {thread.name for thread in threading.enumerate()} <= before)

@@ -115,7 +115,7 @@ def test_a_filesystem_without_flock_is_an_error_that_names_it_and_the_mount_opti
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(ConfigError, match="flock") as caught:
-        TieredStore(settings(tmp_path), LAYER_BYTES, IDENT)
+        TieredStore(settings(tmp_path, require_cold=True), LAYER_BYTES, IDENT)
     assert "local_lock=flock" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 

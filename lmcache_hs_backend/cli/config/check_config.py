@@ -14,7 +14,7 @@ from lmcache_hs_backend.config import ADVANCED
 HELP = "say whether LMCache would load the plugin with a configuration, and if not, which key is wrong"
 EXAMPLE = """\
 Reads FILE, then LMCACHE_* from the environment over it, as LMCache does. Exit status 1 when the plugin would not
-load, or would load and do nothing.
+load, or would load and do nothing, or keep nothing on disk.
 
 example:
   lmcache-hs-inspect check-config lmcache.yaml --probe-disk

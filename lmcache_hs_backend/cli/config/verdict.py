@@ -43,7 +43,7 @@ _MODULES = (PACKAGE, f"{PACKAGE}.integrations.lmcache.backend")
 
 
 class Problem(NamedTuple):
-    """Why the plugin would not load, or would do nothing. ``key`` is what to change."""
+    """Why the plugin would not load, or would do nothing, or keep nothing on disk. ``key`` is what to change."""
 
     key: str
     text: str
@@ -70,6 +70,7 @@ class Verdict:
 
     @property
     def loads(self) -> bool:
+        """Whether it would load and work: a cold tier that would be offline is a problem too."""
         return not self.problems
 
 
@@ -276,21 +277,26 @@ _THEIRS = {
 
 
 def _disk(config: TieredConfig, name: str) -> Iterator[Problem]:
-    """What the plugin would find at its cold path."""
+    """What the plugin would find at its cold path. One that cannot be used is a problem, also where it would load."""
+    outcome = "" if config.require_cold else "; with require_cold: false, rows would stay in RAM until it can be used"
     label = f"extra_config['storage_plugin.{name}.cold_path']"
     existing = config.cold_path
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        yield Problem(label, f"{label} is {config.cold_path!r}, but {existing} is not a directory")
+        yield Problem(label, f"{label} is {config.cold_path!r}, but {existing} is not a directory{outcome}")
         return
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield Problem(label, f"{label} is {config.cold_path!r}, but user {os.geteuid()} cannot write in {existing}")
+        yield Problem(
+            label, f"{label} is {config.cold_path!r}, but user {os.geteuid()} cannot write in {existing}{outcome}"
+        )
         return
     disk = os.statvfs(existing)
     total = disk.f_blocks * disk.f_frsize
     if not total:
-        yield Problem(label, f"{label} is {config.cold_path!r}, but the filesystem of {existing} has no room for files")
+        yield Problem(
+            label, f"{label} is {config.cold_path!r}, but the filesystem of {existing} has no room for files{outcome}"
+        )
         return
     for setting, nbytes in (("max_cold_size", config.max_cold_bytes), ("min_free_disk", config.min_free_bytes)):
         if nbytes > total:

@@ -130,10 +130,11 @@ class HSTieredBackend(NothingForKv, StoragePluginInterface):  # type: ignore[mis
         pinned = store.tiers.pin()
         settings = store.tiers.config
         logger.info(
-            "hs_tiered loaded: hot tier %.3g GB (pinned: %s), cold tier %s (limit %.3g GB), layers %s, on_kv_gone %s",
+            "hs_tiered loaded: hot tier %.3g GB (pinned: %s), cold tier %s (%slimit %.3g GB), layers %s, on_kv_gone %s",
             config.max_hidden_state_cpu_size,
             "yes" if pinned else "no",
             store.tiers.directory,
+            "" if store.tiers.readable else "offline, ",
             settings.max_cold_size,
             config.hidden_state_layers if config.hidden_state_layers is not None else "all",
             settings.on_kv_gone,

@@ -36,8 +36,9 @@ def _paths(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings(TieredConfig):
-    """TieredConfig, with rows written back at once, and what only the connector needs."""
+    """TieredConfig, with rows written back at once to files that must be there, and what only the connector needs."""
 
+    require_cold: bool = setting(True, boolean, "a cold_path that cannot be used at start is an error")
     write_back_sec: float = setting(0.0, number(0), "seconds after which a dirty chunk is written anyway")
     chunk_size: int = setting(256, number(16, 65536, integer=True), "tokens of a chunk")
     hot_size: float = setting(2.0, number(0, above=True), "GB of the hot tier")

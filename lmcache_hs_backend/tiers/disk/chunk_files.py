@@ -79,16 +79,15 @@ class ChunkFiles:
     """See the module's text."""
 
     def __init__(self, config: TieredConfig, namespace: OwnedNamespace, metrics: Metrics, files: FileLayer) -> None:
-        """Probes the directory for O_DIRECT, by writing."""
-        directory = namespace.directory
-        self.directory = directory
-        self._calls = OptionalCalls(files, directory)
+        """Touches nothing; call ``opened`` when the namespace is open."""
+        self._namespace = namespace
+        self._calls = OptionalCalls(files, config.cold_path)
         self._files = cast("FileLayer", self._calls)
-        self.health = DiskHealth(directory, self._files, metrics, namespace.verify_lock)
+        self.health = DiskHealth(namespace, self._files, metrics)
         self._config = config
         self._verify_lock = namespace.verify_lock
         self._metrics = metrics
-        self._direct = config.use_odirect != "off" and self._probe_direct()
+        self._direct = False
         # Threads that all wait for the disk come back from it together, and then the disk waits for them. So one too
         # many for it always has the next file ready.
         threads = config.io_threads
@@ -96,9 +95,18 @@ class ChunkFiles:
         self._suspects: set[bytes] = set()  # chunks whose file has given EIO once
         self._warned_at = -_WARN_AGAIN_SEC
 
+    @property
+    def directory(self) -> str:
+        """The namespace's."""
+        return self._namespace.directory
+
+    def opened(self) -> None:
+        """The namespace is open: find out whether it takes O_DIRECT, by writing."""
+        self._direct = self._config.use_odirect != "off" and self._probe_direct()
+
     def use_files(self, files: FileLayer) -> None:
         """Send system calls through ``files`` from now on."""
-        self._calls = OptionalCalls(files, self.directory)
+        self._calls = OptionalCalls(files, self._config.cold_path)
         self._files = self.health.files = cast("FileLayer", self._calls)
 
     def path(self, name: bytes, *, archived: bool = False) -> str:

@@ -13,12 +13,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from enum import Enum
 
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.layout import temporary_name
 from lmcache_hs_backend.metrics import Metrics
+from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +43,20 @@ class ColdState(Enum):
 class DiskHealth:
     """The state of one disk."""
 
-    def __init__(self, directory: str, files: FileLayer, metrics: Metrics, verify_lock: Callable[[], None]) -> None:
+    def __init__(self, namespace: OwnedNamespace, files: FileLayer, metrics: Metrics) -> None:
         """Start online.
 
         Args:
-            directory: The namespace's; probes write there.
+            namespace: Probes write in its directory. While that is not ours the disk is not back, whatever else it
+                answers.
             files: The system calls.
             metrics: Where failures are counted.
-            verify_lock: Raises OSError when the directory is no longer ours. Then the disk is not back, whatever else
-                it answers.
         """
         self.state = ColdState.ONLINE
         self.changes = 0  # how often the state has changed: a waiter that sees another number looks again
-        self._directory = directory
+        self._namespace = namespace
         self.files = files
         self._metrics = metrics
-        self._verify_lock = verify_lock
         self._changing = threading.Lock()  # guards the fields below and every change of state; held for nothing else
         self._failing = False  # from the first report of a failure until a write has succeeded again
         self._resume_at = 0.0
@@ -109,7 +107,7 @@ class DiskHealth:
         self._pause_sec, self._probe_sec = PAUSE_SEC[0], PROBE_SEC[0]
         if self._failing:
             self._failing = False
-            logger.info("cold tier %s takes writes again", self._directory)
+            logger.info("cold tier %s takes writes again", self._namespace.directory)
 
     def resume_now(self) -> None:
         """End a pause, or probe an offline disk, at the next ``check`` and not when its time has come."""
@@ -141,7 +139,7 @@ class DiskHealth:
         self._warn("cold tier %s is offline: %s. Hidden states stay in RAM only until it answers again.", why)
 
     def _warn(self, text: str, why: str) -> None:
-        logger.log(logging.DEBUG if self._failing else logging.WARNING, text, self._directory, why)
+        logger.log(logging.DEBUG if self._failing else logging.WARNING, text, self._namespace.directory, why)
         self._failing = True
 
     def _change(self, state: ColdState) -> None:
@@ -153,10 +151,10 @@ class DiskHealth:
         self._probe_sec = min(2 * self._probe_sec, PROBE_SEC[1])
 
     def _try_disk(self) -> None:
-        path = os.path.join(self._directory, temporary_name("probe"))
+        path = os.path.join(self._namespace.directory, temporary_name("probe"))
         started = time.monotonic()
         try:
-            self._verify_lock()
+            self._namespace.verify_lock()
             fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 self.files.pwritev(fd, [b"hs"], 0)
@@ -178,6 +176,11 @@ class DiskHealth:
             logger.debug("the disk answers, but slowly")
             self._try_again_later()
             return
+        self.back_online()
+
+    def back_online(self) -> None:
+        """The disk answers again, as it should."""
         with self._changing:
             self._slow, self._timeouts = False, []
-            self._change(ColdState.ONLINE)
+            if self.state is not ColdState.ONLINE:
+                self._change(ColdState.ONLINE)

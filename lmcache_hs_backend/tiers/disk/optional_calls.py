@@ -29,9 +29,9 @@ _LOST = {
 class OptionalCalls:
     """The system calls of a cold tier, some of which may be refused."""
 
-    def __init__(self, files: FileLayer, directory: str) -> None:
+    def __init__(self, files: FileLayer, cold_path: str) -> None:
         self._files = files
-        self._directory = directory
+        self._cold_path = cold_path
         self._refused: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -41,7 +41,7 @@ class OptionalCalls:
         """Say once what is lost."""
         if call not in self._refused:
             self._refused.add(call)
-            logger.warning("the filesystem of %s refuses %s (%s): %s", self._directory, call, error, _LOST[call])
+            logger.warning("the filesystem of %s refuses %s (%s): %s", self._cold_path, call, error, _LOST[call])
 
     def utime(self, *args: Any, **options: Any) -> None:
         """Set times, where that is allowed. Raises OSError when the disk fails."""

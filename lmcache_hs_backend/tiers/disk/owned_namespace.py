@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import functools
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import aiofiles
 
-from lmcache_hs_backend.config import ConfigError
+from lmcache_hs_backend.config import ConfigError, TieredConfig
 from lmcache_hs_backend.format.layout import LOCK, RECORD, temporary_name
 from lmcache_hs_backend.format.namespace import NamespaceId, NamespaceRecordError, read_record
 from lmcache_hs_backend.tiers.disk.optional_calls import REFUSALS
@@ -55,6 +54,10 @@ def _is_described(directory: str, record: dict[str, Any]) -> bool:
         return read_record(directory) == record
     except NamespaceRecordError:  # none yet, or torn by a crash: its name says what it is, so write it again
         return False
+
+
+class UnusableColdPath(ConfigError):
+    """The settings may be right, but the cold path cannot be used now: it is missing, read-only, a file, locked, …"""
 
 
 class NotOurs(OSError):
@@ -123,65 +126,87 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 class OwnedNamespace:
-    """The directory that this process owns, locked and described."""
+    """The directory that this process owns, locked and described, or that it is to own when ``open`` succeeds.
 
-    def __init__(self, directory: str, lock: NamespaceLock) -> None:
-        self.directory = directory
-        self._lock = lock
-        self.verify_lock = lock.verify
+    Attributes:
+        directory: Its path. ``open`` may find that another process holds it, and take a subdirectory.
+    """
 
-    @classmethod
-    async def open(
-        cls, cold_path: str, ident: NamespaceId, *, on_locked: str, mode: int, label: str, executor: Executor
-    ) -> OwnedNamespace:
-        """Create what is missing, lock, and describe. Raises ConfigError naming the setting and the path.
+    def __init__(self, config: TieredConfig, ident: NamespaceId, label: str) -> None:
+        """Touches nothing. ``label``: what the user calls the setting ``cold_path``."""
+        self._config = config
+        self._ident = ident
+        self._label = label
+        self._root = os.path.join(config.cold_path, ident.directory)
+        self._lock: NamespaceLock | None = None
+        self.directory = self._root
 
-        A namespace held by another process: ``on_locked`` ``subdir`` takes the first free ``p1``, ``p2``, …
+    @property
+    def is_open(self) -> bool:
+        """Whether this process owns it."""
+        return self._lock is not None
+
+    def verify_lock(self) -> None:
+        """Raise NotOurs unless this process owns the directory, OSError when that cannot be found out."""
+        lock = self._lock
+        if lock is None:
+            raise NotOurs(errno.ENODEV, "this directory is not open", self.directory)
+        lock.verify()
+
+    async def open(self, executor: Executor) -> None:
+        """Create what is missing, lock, and describe, on the threads of ``executor``. May be tried again.
+
+        A namespace that another process holds: ``on_locked`` ``subdir`` takes the first free ``p1``, ``p2``, …
         inside it, ``error`` is an error.
-        """
-        loop = asyncio.get_running_loop()
-        root = os.path.join(cold_path, ident.directory)
-        deadline = time.monotonic() + _LOCK_TIMEOUT_SEC
-        try:
-            for number in range(10_000):
-                directory = root if number == 0 else os.path.join(root, f"p{number}")
-                await loop.run_in_executor(executor, functools.partial(make_directories, directory, mode))
-                if await loop.run_in_executor(executor, os.path.islink, directory):
-                    raise NotADirectoryError(f"{directory} is a symbolic link")
-                while (lock := await loop.run_in_executor(executor, NamespaceLock.take, directory)) is None:
-                    if number or time.monotonic() > deadline:
-                        break
-                    await asyncio.sleep(0.05)
-                if lock is not None:
-                    try:
-                        await cls._describe(directory, ident, executor)
-                    except BaseException:
-                        lock.close()
-                        raise
-                    if number:
-                        logger.warning(
-                            "%s is held by another process; this one uses %s. What it writes is found by the next "
-                            "start, or by the other process, when this one has ended.", root, directory,
-                        )  # fmt: skip
-                    return cls(directory, lock)
-                if on_locked == "error":
-                    raise ConfigError(
-                        f"{label} is {cold_path!r}, but another process holds {root}; give each process its own "
-                        f"cold_path, or set on_locked to 'subdir'"
-                    )
-        except OSError as error:
-            raise ConfigError(
-                f"{label} is {cold_path!r}, but must be a directory that user {os.geteuid()} can create and "
-                f"write in: {error}"
-            ) from None
-        raise ConfigError(f"{label} is {cold_path!r}, but {root} is held by too many processes")
 
-    @staticmethod
-    async def _describe(directory: str, ident: NamespaceId, executor: Executor) -> None:
+        Raises:
+            UnusableColdPath: The path cannot be used now.
+            ConfigError: The namespace is held, and ``on_locked`` is ``error``.
+        """
+        try:
+            self.directory, self._lock = await self._take(executor)
+        except OSError as error:
+            raise UnusableColdPath(
+                f"{self._label} is {self._config.cold_path!r}, but must be a directory that user {os.geteuid()} can "
+                f"create and write in: {error}"
+            ) from None
+        if self.directory != self._root:
+            logger.warning(
+                "%s is held by another process; this one uses %s. What it writes is found by the next start, or by the "
+                "other process, when this one has ended.", self._root, self.directory,
+            )  # fmt: skip
+
+    async def _take(self, executor: Executor) -> tuple[str, NamespaceLock]:
+        loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SEC
+        for number in range(10_000):
+            directory = os.path.join(self._root, f"p{number}") if number else self._root
+            await loop.run_in_executor(executor, make_directories, directory, self._config.cold_dir_mode)
+            if await loop.run_in_executor(executor, os.path.islink, directory):
+                raise NotADirectoryError(f"{directory} is a symbolic link")
+            while (lock := await loop.run_in_executor(executor, NamespaceLock.take, directory)) is None:
+                if number or time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(0.05)
+            if lock is not None:
+                try:
+                    await self._describe(directory, executor)
+                except BaseException:
+                    lock.close()
+                    raise
+                return directory, lock
+            if self._config.on_locked == "error":
+                raise ConfigError(
+                    f"{self._label} is {self._config.cold_path!r}, but another process holds {self._root}; give each "
+                    f"process its own cold_path, or set on_locked to 'subdir'"
+                )
+        raise BlockingIOError(errno.EWOULDBLOCK, "held by too many processes", self._root)
+
+    async def _describe(self, directory: str, executor: Executor) -> None:
         """Write ``namespace.json`` whole or not at all."""
         loop = asyncio.get_running_loop()
         path = os.path.join(directory, RECORD)
-        record = ident.record()
+        record = self._ident.record()
         if await loop.run_in_executor(executor, _is_described, directory, record):
             return
         temporary = os.path.join(directory, temporary_name(RECORD))
@@ -191,8 +216,10 @@ class OwnedNamespace:
         await loop.run_in_executor(executor, os.replace, temporary, path)
 
     def close(self) -> None:
-        """Give the directory up."""
-        self._lock.close()
+        """Give the directory up. May be called again."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
 
 def refuse_links(path: str, directory: str) -> None:

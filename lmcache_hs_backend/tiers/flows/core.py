@@ -46,7 +46,7 @@ def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presen
 class Core:
     """See the module's text."""
 
-    #: The cold tier's files. There is none before the namespace is open; no flow starts earlier.
+    #: The cold tier's files, set before any flow starts. Offline until the namespace is open.
     disk: ChunkFiles
     #: The flow of the shared tier, when there is one.
     share: Share | None = None

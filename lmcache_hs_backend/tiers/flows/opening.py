@@ -1,7 +1,9 @@
-"""The steps of opening a store that touch its disk, and the recovery that follows. None may hang with the disk.
+"""How a store comes to its disk: the namespace is opened, the limits are compared with the disk, recovery follows.
 
-Each runs on an I/O thread or in the background; a caller waits a bounded time. What is wrong becomes a ConfigError in
-the user's own words: the setting, its value, what is allowed.
+Everything here that touches the disk runs on an I/O thread, so nothing hangs with it; the caller who opens a store
+waits a bounded time. A cold path that cannot be used leaves the tier offline (``require_cold``: is an error), and is
+tried again in the background. Settings that cannot be meant are a ConfigError in the user's own words: the setting, its
+value, what is allowed.
 """
 
 from __future__ import annotations
@@ -11,15 +13,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar, cast
 
 from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
-from lmcache_hs_backend.format.namespace import NamespaceId
-from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace
+from lmcache_hs_backend.tiers.disk.health import PROBE_SEC
+from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace, UnusableColdPath
 from lmcache_hs_backend.tiers.flows.background import Background
 from lmcache_hs_backend.tiers.flows.core import Core
-from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
+from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
 from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.recover import Recover
@@ -32,46 +32,77 @@ _A_LITTLE_ABOVE = 1.1
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Opening:
-    """Opens one store's directory."""
+    """Opens one store's namespace."""
 
     def __init__(
-        self, config: TieredConfig, io: IoThreads, background: Background, setting: Callable[[str], str]
+        self,
+        core: Core,
+        namespace: OwnedNamespace,
+        background: Background,
+        executor: IoExecutor,
+        setting: Callable[[str], str],
     ) -> None:
         """``setting`` turns the name of a setting into what the user wrote."""
-        self._config = config
-        self._io = io
+        self._core = core
+        self._config: TieredConfig = core.config
+        self._namespace = namespace
         self._background = background
+        self._executor = executor
         self._setting = setting
 
-    def namespace(self, ident: NamespaceId, executor: IoExecutor) -> OwnedNamespace:
-        """Create or find the namespace and lock it. Raises ConfigError."""
-        config = self._config
-        opening = OwnedNamespace.open(
-            config.cold_path, ident, on_locked=config.on_locked, mode=config.cold_dir_mode,
-            label=self._setting("cold_path"), executor=executor,
-        )  # fmt: skip
+    def open(self) -> None:
+        """Open the namespace and fit the limits, or take the tier offline. Raises ConfigError."""
         try:
-            return self._background.call(opening, _TIMEOUT_SEC)
+            self._background.call(self._open(), _TIMEOUT_SEC)
+            return
+        except UnusableColdPath as error:
+            unusable = error
         except TimeoutError:
-            raise self._no_answer() from None
+            unusable = UnusableColdPath(
+                f"{self._setting('cold_path')} is {self._config.cold_path!r}, but that disk has not answered in "
+                f"{_TIMEOUT_SEC:g} s"
+            )
+        if self._config.require_cold:
+            raise unusable
+        self._core.disk.health.go_offline(str(unusable))
 
-    def on_io_thread(self, call: Callable[[], T]) -> T:
-        """Ask the disk without hanging with it. Raises ConfigError when it does not answer, or what ``call`` raises."""
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._namespace.open(self._executor)
         try:
-            return cast("T", self._io.call(call).result(_TIMEOUT_SEC))
-        except FutureTimeoutError:
-            raise self._no_answer() from None
+            await loop.run_in_executor(self._executor, self._core.disk.opened)
+            await loop.run_in_executor(self._executor, self._fit_limits)
+        except BaseException:
+            self._namespace.close()
+            raise
 
-    def fit_limits(self, core: Core) -> None:
+    async def _open_later(self) -> None:
+        """Try again until the cold path can be used. There is no caller any more who would see a wrong setting."""
+        pause, logged = PROBE_SEC[0], ""
+        while not self._namespace.is_open:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PROBE_SEC[1])
+            try:
+                await self._open()
+            except UnusableColdPath as error:
+                logger.debug("the cold tier stays offline: %s", error)
+            except ConfigError as error:
+                self._core.disk.health.go_offline(str(error))  # a probe may have found it open for a moment
+                if str(error) != logged:
+                    logged = str(error)
+                    logger.error("the cold tier stays offline: %s", error)
+        logger.info("cold tier %s can be used now", self._namespace.directory)
+        self._core.disk.health.back_online()
+
+    def _fit_limits(self) -> None:
         """Compare the limits with the size of the filesystem.
 
         A default, and a limit that is a little above it (GB taken for GiB, say), is cut down with a WARNING. Raises
         ConfigError for what is far above.
         """
+        core = self._core
         total = core.disk.total_bytes()
         if total is None:  # then what is free is not known either
             core.min_free_bytes = 0
@@ -95,13 +126,16 @@ class Opening:
             self._setting(name), value, self._config.cold_path, total / GIB, used / GIB,
         )  # fmt: skip
 
-    async def recover(
-        self, core: Core, room: MakeRoom, neighbours: Neighbours, executor: IoExecutor, recovered: threading.Event
-    ) -> None:
+    async def recover(self, room: MakeRoom, neighbours: Neighbours, recovered: threading.Event) -> None:
         """Find what is there already, then look again for as long as the store is open. Runs in the background.
+
+        First of all the namespace is opened, if that has failed before.
 
         Nothing is written before it is known what the disk holds. ``recovered`` is set when all headers are read.
         """
+        core, executor = self._core, self._executor
+        if not self._namespace.is_open:
+            await self._open_later()
         recover = Recover(core, room, neighbours, executor)
         try:
             await recover.scan()
@@ -122,9 +156,3 @@ class Opening:
             if time.monotonic() - scanned > _NEIGHBOURS_SEC:
                 scanned = time.monotonic()
                 await recover.look_at_neighbours()
-
-    def _no_answer(self) -> ConfigError:
-        return ConfigError(
-            f"{self._setting('cold_path')} is {self._config.cold_path!r}, but that disk has not answered in "
-            f"{_TIMEOUT_SEC:g} s"
-        )
