@@ -205,7 +205,9 @@ class TieredConfig:
         "subdir", choice_of("subdir", "error"), "what to do when another process holds the namespace"
     )
     require_cold: bool = setting(
-        False, boolean, "a cold_path that cannot be used at start is an error; false: the cold tier is offline until it can"
+        False,
+        boolean,
+        "a cold_path that cannot be used at start is an error; false: the cold tier is offline until it can",
     )
     fsync: bool = setting(False, boolean, "make each chunk file durable before it counts as written")
     verify_reads: bool = setting(True, boolean, "compare the checksum of every layer that is read")

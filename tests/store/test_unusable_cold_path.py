@@ -217,7 +217,7 @@ def test_where_the_cold_tier_is_required_it_is_an_error_and_nothing_is_left(
 def test_a_store_on_its_own_requires_its_directory(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("theirs")
-    with pytest.raises(ConfigError, match="cold_path is .*file.*must be a directory"):
+    with pytest.raises(ConfigError, match=r"cold_path is .*file.*must be a directory"):
         TieredStore.open(file, model="m")
     with TieredStore.open(file, model="m", require_cold=False, hot_size=0.01, touch_memory=False) as store:
         x = rows(CHUNK)
