@@ -229,8 +229,9 @@ class TieredConfig:
     shared_access: str = setting("both", choice_of("both", "read", "write"), "what is done with the shared tier")
     shared_write: str = setting(
         "all",
-        choice_of("all", "reused"),
-        "which chunks are uploaded: all, or those that were served at least once",
+        choice_of("all", "reused", "archive"),
+        "which chunks are uploaded: all, those that were served at least once, or those whose KV has gone "
+        "(on_kv_gone: archive)",
     )
     shared_read_sec: float = setting(
         2.0, number(0, above=True), "seconds that a retrieve may wait for the shared tier, at most"

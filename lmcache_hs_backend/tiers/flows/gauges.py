@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.state import sharing
 
 
 def publish(core: Core) -> None:
@@ -38,8 +39,8 @@ def gauges(core: Core) -> dict[str, float]:
             "slots_stuck": state.jobs.stuck(stuck_since),
             "queue_reads": state.jobs.queued_reads,
             "queue_writes": len(state.orders.aging),
-            "queue_uploads": len(state.orders.to_share),
-            "shared_chunks": len(state.orders.shared),
+            "queue_uploads": sharing.waiting(state),
+            "shared_chunks": len(state.orders.shared) + len(state.accounts.archive_shared),
             "shared_read_online": int(core.share is not None and core.share.reads_online),
             "shared_write_online": int(core.share is not None and core.share.writes_online),
         }

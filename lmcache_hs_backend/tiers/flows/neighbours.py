@@ -36,7 +36,7 @@ from lmcache_hs_backend.format.layout import (
 from lmcache_hs_backend.format.namespace import namespaces
 from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock, refuse_links
 from lmcache_hs_backend.tiers.flows.core import Core
-from lmcache_hs_backend.tiers.state import recovering
+from lmcache_hs_backend.tiers.state import recovering, sharing
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Neighbours:
             target = core.disk.path(file.name, archived=True) if file.name else ""
             if target and not os.path.lexists(target) and self._move(file.path, target):
                 with core.lock:
-                    core.state.accounts.add_archived(file.name, file.size)
+                    sharing.archived(core.state, file.name, file.size)
         prefix = os.path.basename(directory)
         for name in (SEQUENCES, QUARANTINE):
             for file in scan_flat(os.path.join(directory, name)):

@@ -33,7 +33,7 @@ from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
 from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
-from lmcache_hs_backend.tiers.state import recovering
+from lmcache_hs_backend.tiers.state import recovering, sharing
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Recover:
                     accounts.add_quarantined(file)
             for file in archived:
                 if file.name and file.name not in accounts.archived:
-                    accounts.add_archived(file.name, file.size)
+                    sharing.archived(self._core.state, file.name, file.size)
         for file in archived:
             if not file.name:
                 _remove(file.path)

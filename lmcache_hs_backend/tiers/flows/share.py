@@ -11,6 +11,7 @@ nothing: probes run on a thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ import torch
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, Presence, chunk_name
 from lmcache_hs_backend.config import ConfigError, TieredConfig
 from lmcache_hs_backend.format import objects
-from lmcache_hs_backend.format.header import BadChunk
+from lmcache_hs_backend.format.header import BadChunk, FileLayout
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
 from lmcache_hs_backend.format.shared_names import content_name, tags
@@ -33,7 +34,7 @@ from lmcache_hs_backend.tiers.flows.store_chunks import Store
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.shared.bucket import Bucket, Fetched
 from lmcache_hs_backend.tiers.state import reading, sharing
-from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+from lmcache_hs_backend.tiers.state.sharing import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ def shared_tier(
         raise ConfigError(
             f"{setting('model_revision')} is empty, but a shared tier needs one: in a bucket, rows of two revisions of "
             f"{ident.model!r} would be taken for each other. Name the model's commit or version"
+        )
+    if config.uploads == "archive" and config.on_kv_gone != "archive":
+        raise ConfigError(
+            f"{setting('shared_write')} is 'archive', but {setting('on_kv_gone')} is {config.on_kv_gone!r}: nothing "
+            "would be uploaded. Set on_kv_gone to 'archive' as well"
         )
     try:
         reads, writes = (
@@ -100,7 +106,7 @@ class Share:
         self._fetches: dict[bytes, _Fetch] = {}
         self._warned_at = -_WARN_AGAIN_SEC
         self._uploading = threading.Condition()  # there may be something to upload
-        self._listed: dict[bytes, int] | None = None  # what the bucket held at the start; None: not known yet
+        self._listed: set[bytes] | None = None  # what the bucket held at the start; None: not known yet
         threads: list[tuple[str, Callable[[], None]]] = [("watch", self._watch)]
         threads += [("read", self._read_loop)] * (_READERS * self._may_read)
         threads += [("write", self._upload_loop)] * (_UPLOADERS * self._may_write)
@@ -288,12 +294,12 @@ class Share:
             )  # fmt: skip
         while not stopping.is_set():
             try:
-                self._listed = dict(bucket.listing())
+                self._listed = set(bucket.listing())
                 break
             except OSError as error:
                 if not bucket.reads.closed:  # a key that may only write: each upload finds out for itself
                     logger.info("%s: uploads start without a listing", error)
-                    self._listed = {}
+                    self._listed = set()
                     break
                 stopping.wait(_LIST_AGAIN_SEC)
         logger.info("%s holds %d chunk(s) of this namespace", bucket.objects.url, len(self._listed or ()))
@@ -313,7 +319,7 @@ class Share:
             except Exception:
                 self._core.metrics.add("errors_internal")
                 logger.exception("a probe of the shared tier failed")
-            if state.orders.to_share and self._listed is not None and self.writes_online:
+            if self._listed is not None and self.writes_online and sharing.waiting(state):
                 with self._uploading:
                     self._uploading.notify_all()
         with self._uploading:
@@ -339,41 +345,58 @@ class Share:
         with core.lock:
             if core.closed:
                 return False
-            entry = sharing.prepare_upload(state, time.monotonic())
-            layout = entry.layout if isinstance(entry, ChunkEntry) else None
-        if not isinstance(entry, ChunkEntry):
+            upload = sharing.prepare_upload(state, time.monotonic())
+        if not isinstance(upload, Upload):
             return False
         answer, refused = Answer.FAILED, False
-        started = time.monotonic()
+        path = core.disk.path(upload.name, archived=upload.archived)
         try:
-            chunk = self._bucket.read_file(core.disk.path(entry.name), layout)
-            answer, nbytes = self._bucket.put(
-                chunk, self._parent(chunk.header.meta), self._listed.pop(chunk.name, None)
-            )
-            if answer is Answer.OK:
-                core.metrics.observe(
-                    "shared_put_seconds", time.monotonic() - started, shared_puts=1, shared_put_bytes=nbytes
-                )
-            else:
-                core.metrics.add("shared_exists" if answer is Answer.EXISTS else "errors_shared_write")
+            answer = self._upload(path, upload.layout, self._listed)
         except FileNotFoundError:
-            refused = True  # gone, or replaced: then it is LOCAL again, and in the queue
+            refused = True  # gone, moved or replaced: then it is in a queue again already
         except (BadChunk, OSError, ValueError) as error:
             refused = True
             core.metrics.add("errors_shared_file")
-            logger.warning("chunk file %s is not uploaded: %s", core.disk.path(entry.name), error)
+            logger.warning("chunk file %s is not uploaded: %s", path, error)
         finally:
             with core.lock:
                 if answer in (Answer.OK, Answer.EXISTS):
-                    sharing.commit_upload(state, entry, layout)
+                    sharing.commit_upload(state, upload)
                 else:
-                    sharing.abort_upload(state, entry, refused=refused)
+                    sharing.abort_upload(state, upload, refused=refused)
         return answer in (Answer.OK, Answer.EXISTS) or refused
 
+    def _upload(self, path: str, layout: FileLayout | None, listed: set[bytes]) -> Answer:
+        """Bring one file to the bucket. Of what was listed at the start, the rows are not read again."""
+        bucket, metrics, started = self._bucket, self._core.metrics, time.monotonic()
+        header = bucket.read_header(path, layout)
+        name = bucket.name_of(header.meta)
+        if name in listed:
+            listed.discard(name)
+            if bucket.holds(name, header):
+                metrics.add("shared_exists")
+                return Answer.EXISTS
+        answer, nbytes = bucket.put(bucket.read_file(path, header), self._parent(header.meta))
+        if answer is Answer.OK:
+            metrics.observe("shared_put_seconds", time.monotonic() - started, shared_puts=1, shared_put_bytes=nbytes)
+        else:
+            metrics.add("shared_exists" if answer is Answer.EXISTS else "errors_shared_write")
+        return answer
+
     def _parent(self, meta: ChunkMeta) -> bytes:
-        """Prefix digest of the chunk before; empty where there is none, or it is not here any more."""
+        """Prefix digest of the chunk before; empty where there is none, or its file is not here any more.
+
+        An object names it for good, so a header that is not read yet is read, and the archive is looked into.
+        """
         if not meta.parent:
             return b""
-        key = meta.key.replace(f"@{meta.chunk_hash}@", f"@{meta.parent}@", 1)
+        name = chunk_name(meta.key.replace(f"@{meta.chunk_hash}@", f"@{meta.parent}@", 1))
         with self._core.lock:
-            return sharing.prefix_of(self._core.state, chunk_name(key))
+            prefix = sharing.prefix_of(self._core.state, name)
+        for archived in (False, True):
+            if prefix:
+                break
+            with contextlib.suppress(OSError, BadChunk):
+                parent = self._bucket.read_header(self._core.disk.path(name, archived=archived)).meta
+                prefix = parent.prefix if chunk_name(parent.key) == name else b""
+        return prefix

@@ -121,14 +121,18 @@ class Bucket:
 
     # -- up ----------------------------------------------------------------------------------------------
 
-    def read_file(self, path: str, layout: FileLayout | None) -> LocalChunk:
-        """A whole local file, each checksum compared: a damaged one must not spread.
+    def read_header(self, path: str, layout: FileLayout | None = None) -> Header:
+        """The header of a local file.
 
         Raises FileNotFoundError when it is gone or no longer has this layout (None: any), BadChunk, or OSError.
         """
         header = read_header(self._files, path)
         if layout is not None and header.layout != layout:
             raise FileNotFoundError(path)  # it has been replaced, and is offered again
+        return header
+
+    def read_file(self, path: str, header: Header) -> LocalChunk:
+        """A whole local file, each checksum compared: a damaged one must not spread. Raises BadChunk or OSError."""
         fd, _ = open_regular(self._files, path)
         rows = {}
         try:
@@ -146,22 +150,31 @@ class Bucket:
         """The name of a chunk's object."""
         return content_name(meta.prefix, meta.num_tokens, tags(meta.key, self.ident.model))
 
-    def put(self, chunk: LocalChunk, parent: bytes, listed_size: int | None = None) -> tuple[Answer, int]:
+    def holds(self, name: bytes, header: Header) -> bool:
+        """Whether the bucket has a chunk with every layer of this file. Reads the first bytes of its object."""
+        start = self._start_of(object_path(self.folder, name), header)
+        if start.answer is not Answer.OK:
+            return False
+        try:
+            return self._layers(start.body, name) >= {spec.layer_idx for spec in header.layout.layers}
+        except BadChunk:
+            return False
+
+    def put(self, chunk: LocalChunk, parent: bytes) -> tuple[Answer, int]:
         """Put a chunk, unless the bucket has it with all its layers.
 
-        ``parent``: prefix digest of the chunk before it. ``listed_size``: of an object of that name that was there a
-        moment ago; then the bytes are not sent before a look at it. Returns the answer and the bytes that were put.
-        OK: put; EXISTS: the bucket has every layer of it.
+        ``parent``: prefix digest of the chunk before it. Returns the answer and the bytes that were put. OK: put;
+        EXISTS: the bucket has every layer of it.
         """
         target = object_path(self.folder, chunk.name)
         body = self._body(chunk.header, chunk.rows, parent)
-        if listed_size == len(body):
-            return Answer.EXISTS, 0
-        if listed_size is None:
-            reply = self._create(target, body)
-            if reply.answer is not Answer.EXISTS:
-                return reply.answer, len(body) if reply.answer is Answer.OK else 0
+        reply = self._create(target, body)
+        if reply.answer is not Answer.EXISTS:
+            return reply.answer, len(body) if reply.answer is Answer.OK else 0
         return self._add_layers(target, body, chunk, parent)
+
+    def _start_of(self, target: str, header: Header) -> Reply:
+        return self._uploads.get_range(target, 0, header.layout.preamble_bytes + _MORE_HEADER)
 
     def _create(self, target: str, body: bytes) -> Reply:
         reply = self._uploads.create(target, body)
@@ -172,7 +185,7 @@ class Bucket:
         """There is an object. It is replaced if it lacks a layer that the file has, or is not the chunk."""
         ours = {spec.layer_idx for spec in chunk.rows}
         for _ in range(_TRIES):
-            start = self._uploads.get_range(target, 0, chunk.header.layout.preamble_bytes + _MORE_HEADER)
+            start = self._start_of(target, chunk.header)
             if start.answer is Answer.ABSENT:  # it was deleted meanwhile, or a conflict read as one that exists
                 reply = self._create(target, body)
                 if reply.answer is not Answer.EXISTS:
@@ -216,12 +229,12 @@ class Bucket:
 
     # -- the namespace -----------------------------------------------------------------------------------
 
-    def listing(self) -> Iterator[tuple[bytes, int]]:
-        """The chunks that are there, and the sizes of their objects. Raises OSError."""
+    def listing(self) -> Iterator[bytes]:
+        """The names of the chunks that are there. Raises OSError."""
         for found in self._uploads.list(self.folder):
             name = object_name(found.path)
             if name is not None:
-                yield name, found.size
+                yield name
 
     def introduce(self) -> Reply:
         """Write ``namespace.json``, which a reader needs, unless it is there."""

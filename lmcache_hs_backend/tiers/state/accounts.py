@@ -26,6 +26,9 @@ class DiskAccounts:
     leftover: dict[bytes, int] = field(default_factory=dict)
     quarantined: deque[FoundFile] = field(default_factory=deque)
     archived: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    #: Those of them that the bucket of the shared tier is to get, and those that it has (see ``sharing``).
+    archive_to_share: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    archive_shared: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     dead_bytes: dict[str, int] = field(default_factory=dict)  # of namespaces that no process holds, by directory
     #: The sizes of what was found at start are known: before, none of our own chunks is evicted.
     sized: bool = False
@@ -36,8 +39,14 @@ class DiskAccounts:
 
     def add_archived(self, name: bytes, size: int) -> None:
         """A chunk's file is in the archive, in place of the one that may have been there."""
-        self.archive += size - self.archived.pop(name, 0)
+        self.archive += size - self.take_archived(name)
         self.archived[name] = size
+
+    def take_archived(self, name: bytes) -> int:
+        """An archived file is about to leave, or to be replaced; the bytes that it counts for."""
+        self.archive_to_share.pop(name, None)
+        self.archive_shared.pop(name, None)
+        return self.archived.pop(name, 0)
 
     def add_quarantined(self, file: FoundFile) -> None:
         """A file has been moved to the quarantine."""

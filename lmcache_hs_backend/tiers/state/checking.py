@@ -77,7 +77,7 @@ def _check_orders(state: TierState) -> Iterator[str]:
     evictable = {e.name for e in entries if e.hot and not e.pins and e.name not in to_write}
     deletable = {e.name for e in entries if e.file not in (ABSENT, LEAVING)}
     known = [e for e in entries if e.file is KNOWN and orders.share]
-    wanted = [e for e in known if orders.share == "all" or (orders.share == "reused" and e.reused)]
+    wanted = [e for e in known if orders.is_wanted(e)]
     for what, order, expected in (
         ("clean", orders.clean, evictable),
         ("dirty", orders.dirty, to_write),
@@ -150,6 +150,11 @@ def _check_accounts(state: TierState) -> Iterator[str]:
     ):
         if counted != actual:
             yield f"bytes on disk of kind {what!r}: counted {counted}, there are {actual}"
+    to_share, shared = accounts.archive_to_share.keys(), accounts.archive_shared.keys()
+    for name in (to_share | shared) - accounts.archived.keys():
+        yield f"archived file {name.hex()} is for the bucket, or in it, and is not in the archive"
+    for name in to_share & shared:
+        yield f"archived file {name.hex()} is in the bucket and to be uploaded"
     for what, nbytes in (("reserved", accounts.reserved), ("trash", accounts.trash)):
         if nbytes < 0:
             yield f"{nbytes} bytes on disk are {what}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+from lmcache_hs_backend.tiers.state import sharing
+from lmcache_hs_backend.tiers.state.entries import SHARED, ChunkEntry
 from lmcache_hs_backend.tiers.state.jobs import ArchiveJob, DeleteJob, SaveUseJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
@@ -25,7 +26,8 @@ def end_archive(state: TierState, job: ArchiveJob, size: int, reserved: int, *, 
     """
     state.accounts.reserved -= reserved
     if size:
-        state.accounts.add_archived(job.name, size)
+        # What RAM had besides is new to the bucket, if it has the chunk at all.
+        sharing.archived(state, job.name, size, in_bucket=job.entry.share is SHARED and not job.pinned)
     if not kept:
         state.tally.loss("archive")
     _end_leftover(state, job.name, deleted)

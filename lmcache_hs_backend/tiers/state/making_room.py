@@ -127,7 +127,7 @@ def _departure(state: TierState, entry: ChunkEntry) -> str:
     """Why the disk does not keep a chunk that makes room: one of LEFT_DISK."""
     if entry.share is SHARED:
         return IN_BUCKET
-    return "unshared" if state.orders.share else "cold_limit"
+    return "unshared" if state.orders.is_wanted(entry) else "cold_limit"
 
 
 def _count_departure(state: TierState, reason: str) -> None:
@@ -162,16 +162,19 @@ def _next_victim(state: TierState, now: float) -> Victim | None:
     dead = next((directory for directory, nbytes in accounts.dead_bytes.items() if nbytes), None)
     if dead is not None:
         return Victim(VictimKind.DEAD, 0, directory=dead)  # which file that is, its deletion finds out
-    archived = next((name for name in accounts.archived if not jobs.is_busy(name)), None)
-    if archived is not None:
-        jobs.claim(archived, now)
-        return Victim(VictimKind.ARCHIVE, accounts.archived.pop(archived), archived)
-    if not accounts.sized:
-        return None
-    entry = None
-    for order in (state.orders.shared, state.orders.cold):  # what the bucket holds too leaves first
-        idle = (entry for entry in order.values() if not entry.pins and not jobs.is_busy(entry.name))
-        entry = entry or state.orders.oldest(idle)
+    # What the bucket holds too leaves first: with that nothing is lost.
+    shared, cold = (state.orders.shared, state.orders.cold) if accounts.sized else ({}, {})
+    spared = shared if state.orders.shares_archive else {}
+    archived = _first_idle(state, accounts.archive_shared)
+    entry = None if archived is not None else _oldest_idle(state, spared.values())
+    if entry is None:
+        if archived is None:
+            archived = _first_idle(state, accounts.archived)
+        if archived is not None:
+            jobs.claim(archived, now)
+            in_bucket = archived in accounts.archive_shared
+            return Victim(VictimKind.ARCHIVE, accounts.take_archived(archived), archived, in_bucket=in_bucket)
+        entry = _oldest_idle(state, shared.values()) or _oldest_idle(state, cold.values())
     if entry is None:
         return None
     jobs.claim(entry.name, now)
@@ -183,12 +186,22 @@ def _next_victim(state: TierState, now: float) -> Victim | None:
     return victim
 
 
+def _first_idle(state: TierState, names: Iterable[bytes]) -> bytes | None:
+    return next((name for name in names if not state.jobs.is_busy(name)), None)
+
+
+def _oldest_idle(state: TierState, entries: Iterable[ChunkEntry]) -> ChunkEntry | None:
+    return state.orders.oldest(entry for entry in entries if not entry.pins and not state.jobs.is_busy(entry.name))
+
+
 def commit_eviction(state: TierState, victim: Victim) -> None:
     """The victim's file is gone."""
     _end_eviction(state, victim)
     entry = victim.entry
     if entry is None:
         _uncount(state, victim)
+        if victim.kind is VictimKind.ARCHIVE and state.orders.shares_archive:
+            _count_departure(state, IN_BUCKET if victim.in_bucket else "unshared")
     else:
         if not entry.dropped and not entry.hot:
             _count_departure(state, _departure(state, entry))

@@ -29,8 +29,9 @@ class Orders:
     """
 
     def __init__(self, share: str = "") -> None:
-        """``share``: which chunks are to be uploaded: ``all``, ``reused``, or none."""
+        """``share``: which chunks are to be uploaded: ``all``, ``reused``, ``archive``, or none."""
         self.share = share
+        self.shares_archive = share in ("all", "archive")  # whether archived files are
         self.to_share: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.shared: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.clean: OrderedDict[bytes, ChunkEntry] = OrderedDict()
@@ -79,8 +80,12 @@ class Orders:
         entry.counted_clean_bytes, entry.parked_clean_bytes = clean_bytes, 0
         entry.counted_hot, entry.counted_dirty, entry.counted_unread = hot, dirty, unread
 
+    def is_wanted(self, entry: ChunkEntry) -> bool:
+        """Whether a chunk of this store is to be uploaded, once it has a file."""
+        return self.share == "all" or (self.share == "reused" and entry.reused)
+
     def _reindex_shared(self, entry: ChunkEntry, readable: bool) -> None:
-        if readable and entry.share is LOCAL and (self.share == "all" or (self.share == "reused" and entry.reused)):
+        if readable and entry.share is LOCAL and self.is_wanted(entry):
             self.to_share.setdefault(entry.name, entry)
         else:
             self._leave(self.to_share, entry)

@@ -75,6 +75,7 @@ class Victim:
     entry: ChunkEntry | None = None  # for OWN
     layout: FileLayout | None = None  # what the entry's file held, for abort
     digests: bytes = b""
+    in_bucket: bool = False  # for ARCHIVE: the shared tier holds it too
 
 
 class TierState:
