@@ -195,29 +195,33 @@ def test_what_leaves_a_node_stays_in_the_bucket(tmp_path: Path, shared: dict[str
             assert torch.equal(a.retrieve(each.refs, [0], None)[0], honest_rows(each.ids))
 
 
-def test_what_was_cleared_while_it_was_fetched_does_not_come_back(tmp_path: Path) -> None:
+def test_what_was_cleared_while_it_was_fetched_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = {"shared_url": f"file://{tmp_path}/bucket"}
-    p = prompt(1)
+    p, q = prompt(1), prompt(1)
     with opened(tmp_path / "a", ident=MODEL, **shared) as a:
         a.store(p.refs, p.bytes, {0: honest_rows(p.ids)})
         uploaded(a, 1)
     with opened(tmp_path / "b", ident=MODEL, **shared) as b:
         arrived, go_on = threading.Event(), threading.Event()
-        get = b._share._bucket.get
+        get = Bucket.get
 
         def gated(*args: Any) -> Any:
             arrived.set()
             assert go_on.wait(20)
             return get(*args)
 
-        b._share._bucket.get = gated
+        monkeypatch.setattr(Bucket, "get", gated)
         b.prefetch(p.refs)
         assert arrived.wait(20)
         b.clear()
         go_on.set()
         wait_until(lambda: b.stats()["shared_read_bytes"] > 0)
-        wait_until(lambda: not b._share._fetches)
-        assert len(b) == 0
+        b.store(q.refs, q.bytes, {0: honest_rows(q.ids)})
+        b.prefetch(q.refs[:1])  # nothing to fetch
+        wait_until(lambda: b.stats()["shared_get_seconds_count"] == 1)
+        assert len(b) == 1
         assert b.stats()["shared_hits"] == 0
 
 
