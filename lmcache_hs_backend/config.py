@@ -19,6 +19,12 @@ from typing import Any
 
 GIB = 1024**3
 
+#: A limit of 1000 GB for a disk of 931 GiB is a unit taken for another one.
+_A_LITTLE_ABOVE = 1.1
+
+#: Stands for a value that is not shown.
+HIDDEN = "***"
+
 #: The value of ``shared_url`` without a shared tier.
 OFF = "off"
 _URL = re.compile(r"(s3|gs|az|file)://.+")
@@ -145,6 +151,13 @@ def _options(value: Any) -> dict[str, Any]:
     return {str(key): part for key, part in value.items()}
 
 
+def shown_value(name: str, value: Any) -> Any:
+    """A setting's value as logs and errors may show it: of ``shared_options``, which may hold credentials, the keys."""
+    if name != "shared_options":
+        return value
+    return dict.fromkeys(value, HIDDEN) if isinstance(value, Mapping) else HIDDEN
+
+
 def default_cold_path() -> str:
     """``lmcache-hs`` in the user's cache directory. Raises ConfigError where there is none.
 
@@ -260,6 +273,35 @@ class TieredConfig:
         """``min_free_disk`` in bytes."""
         return int(self.min_free_disk * GIB)
 
+    def limit_within(self, name: str, total_bytes: int, label: Callable[[str], str]) -> tuple[int, str]:
+        """A limit in bytes on a filesystem of a known size.
+
+        A default, and a value that is a little above that size (GB taken for GiB, say), is cut down.
+
+        Args:
+            name: ``max_cold_size`` or ``min_free_disk``.
+            total_bytes: The size of the filesystem.
+            label: Turns a setting's name into what the user wrote.
+
+        Returns:
+            The bytes to use, and, if it was cut down, a text that says so; else an empty one.
+
+        Raises:
+            ConfigError: The value is far above the size.
+        """
+        value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+        nbytes, total = int(value * GIB), f"{total_bytes / GIB:.4g}"
+        if nbytes <= total_bytes:
+            return nbytes, ""
+        if value != default and nbytes > total_bytes * _A_LITTLE_ABOVE:
+            raise ConfigError(
+                f"{label(name)} is {value:g}, but must be at most {total}, the size in GB of the filesystem of "
+                f"{self.cold_path}"
+            )
+        used = total_bytes // 20 if name == "min_free_disk" else total_bytes
+        text = f"the filesystem of {self.cold_path} has {total} GB: {used / GIB:.4g} GB are used"
+        return used, f"{label(name)} is {value:g}, but {text}"
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], label: Callable[[str], str]) -> TieredConfig:
         """Check values and build the settings.
@@ -280,7 +322,8 @@ class TieredConfig:
             try:
                 parsed[name] = fields[name].metadata["parse"](value)
             except ValueError as error:
-                raise ConfigError(f"{label(name)} is {value!r}, but must be {error}") from None
+                shown = shown_value(name, value)
+                raise ConfigError(f"{label(name)} is {shown!r}, but must be {error}") from None
         return cls(**parsed)
 
     @classmethod

@@ -84,6 +84,25 @@ class FileLayer:
     statvfs = staticmethod(os.statvfs)
 
 
+def direct_refusal(files: FileLayer, directory: str) -> OSError | None:
+    """Why a filesystem does not take O_DIRECT, found out by writing one page in ``directory``; None where it does."""
+    path = os.path.join(directory, temporary_name("probe"))
+    page = mmap.mmap(-1, ALIGN)  # aligned, as O_DIRECT wants it
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        fd = files.open(path, flags, 0o600)
+        try:
+            files.pwritev(fd, [page], 0)
+        finally:
+            files.close(fd)
+    except OSError as error:
+        return error
+    finally:
+        with contextlib.suppress(OSError):
+            files.unlink(path)
+    return None
+
+
 # -- writing -----------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from lmcache_hs_backend.config import ADVANCED
-from tests.inspect.test_inspect_config import PREFIX, good
+from tests.inspect.test_inspect_config import PREFIX, good, judge
 from tests.inspect.test_inspect_program import on_a_terminal
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
-from tests.support.inspecting import fails, inspect, inspect_json
+from tests.support.inspecting import blocking, environment, fails, inspect, inspect_json
 
 SIZE = 8192  # of one chunk file here
 
@@ -36,17 +36,17 @@ from lmcache_hs_backend.cli.inspect import main
 sys.exit(main(sys.argv[2:]))
 """
 
-    def run(self, cache: str, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", self.CODE, cache, *args], capture_output=True, text=True, timeout=60, check=False
-        )
+    def run(self, cache: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", self.CODE, cache, *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment(**env))
 
     @pytest.mark.parametrize("cache", ["", "relative/cache"])
     def test_check_config_asks_for_cold_path(self, tmp_path: Path, cache: str) -> None:
         values = good(tmp_path / "cold")
         del values["extra_config"][f"{PREFIX}cold_path"]
         (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(values))
-        done = self.run(cache, "check-config", str(tmp_path / "lmcache.yaml"), "--format", "json")
+        env = blocking(tmp_path / "blocker", "lmcache")
+        done = self.run(cache, "check-config", str(tmp_path / "lmcache.yaml"), "--format", "json", **env)
         assert done.returncode == 1
         [problem] = json.loads(done.stdout)["problems"]
         assert problem["key"] == f"extra_config['{PREFIX}cold_path']"
@@ -63,8 +63,9 @@ class TestCheckConfig:
         values = good(folder / "cold")
         values["extra_config"] |= {PREFIX + name: value for name, value in changes.items()}
         (folder / "lmcache.yaml").write_text(yaml.safe_dump(values))
-        result = inspect_json("check-config", folder / "lmcache.yaml", env=env)
-        return {each["key"]: each["text"] for each in result["warnings"]}
+        verdict = judge(folder / "lmcache.yaml", True, **env)
+        assert verdict.loads
+        return {each.key: each.text for each in verdict.warnings}
 
     def test_a_relative_path_is_a_warning(self, tmp_path: Path) -> None:
         assert (
@@ -83,13 +84,16 @@ class TestCheckConfig:
         values = good(tmp_path / "cold")
         values["extra_config"][f"{PREFIX}max_cold_size"] = "200GB"
         (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(values))
-        result = inspect_json("check-config", tmp_path / "lmcache.yaml", status=1)
-        [row] = [each for each in result["settings"] if each["name"] == "max_cold_size"]
-        assert (row["value"], row["source"]) == ("'200GB' is wrong", str(tmp_path / "lmcache.yaml"))
+        verdict = judge(tmp_path / "lmcache.yaml", True)
+        assert not verdict.loads
+        [row] = [each for each in verdict.settings if each.name == "max_cold_size"]
+        assert (row.value, row.source) == ("'200GB' is wrong", str(tmp_path / "lmcache.yaml"))
 
     def test_advanced_settings_have_a_table_of_their_own_here_and_in_the_manual(self, tmp_path: Path) -> None:
         (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(good(tmp_path / "cold")))
-        printed = inspect("check-config", tmp_path / "lmcache.yaml").stdout
+        printed = inspect(
+            "check-config", tmp_path / "lmcache.yaml", env=blocking(tmp_path / "blocker", "lmcache")
+        ).stdout
         before, after = printed.split("\nadvanced ")
         assert all(f"\n{name} " in after and f"\n{name} " not in before for name in ADVANCED)
         assert "\nmax_cold_size " in before

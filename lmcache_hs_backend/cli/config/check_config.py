@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 from typing import Any
 
-from lmcache_hs_backend.cli.config.verdict import Problem, Verdict, check
+from lmcache_hs_backend.cli.config.verdict import Finding, Verdict, check
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text
 from lmcache_hs_backend.config import ADVANCED
+from lmcache_hs_backend.integrations.lmcache.lmcache_settings import lmcache_directory
 
 HELP = "say whether LMCache would load the plugin with a configuration, and if not, which key is wrong"
 EXAMPLE = """\
@@ -22,6 +21,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
     parser.add_argument(
         "file", metavar="FILE", nargs="?", help="LMCache's YAML file (default: $LMCACHE_CONFIG_FILE, else no file)"
     )
@@ -34,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Check, print, and give the exit status. Raises CommandError where the disk cannot be probed."""
     verdict = check(args.file)
     probe: dict[str, Any] | None = None
     if args.probe_disk and verdict.config is not None and verdict.loads:
         from lmcache_hs_backend.cli.config.disk_probe import probe_disk
 
         probe = probe_disk(verdict.config)
-    disk = _disk(verdict)
+    disk = verdict.disk._asdict() if verdict.disk else {}
     with Output(args) as output:
         if output.json:
             output.dump(
@@ -51,7 +52,7 @@ def execute(args: argparse.Namespace) -> int:
                     "warnings": [warning._asdict() for warning in verdict.warnings],
                     "settings": [setting._asdict() for setting in verdict.settings],
                     "disk": {**disk, **(probe or {})},
-                    "lmcache_installed": _lmcache_installed(),
+                    "lmcache_installed": lmcache_directory() is not None,
                 }
             )
         else:
@@ -77,8 +78,8 @@ def _print(output: Output, verdict: Verdict, disk: dict[str, Any], probe: dict[s
         output.show(f"warning: {_say(warning)}", style="yellow")
     for problem in verdict.problems:
         output.show(f"problem: {_say(problem)}", style="bold red")
-    if not _lmcache_installed():
-        output.show("note: LMCache is not installed here; this is what LMCache 0.5.6 to 0.5.7 would do")
+    if lmcache_directory() is None:
+        output.show("note: LMCache is not installed here; only what matters to the plugin is judged")
     if verdict.loads:
         output.show(f"the plugin would load, as {verdict.plugin!r}", style="bold green")
     else:
@@ -87,27 +88,9 @@ def _print(output: Output, verdict: Verdict, disk: dict[str, Any], probe: dict[s
         output.show(f"the plugin would not work{what}", style="bold red")
 
 
-def _say(problem: Problem) -> str:
-    return problem.text if not problem.key or problem.key in problem.text else f"{problem.key}: {problem.text}"
+def _say(finding: Finding) -> str:
+    return finding.text if not finding.key or finding.key in finding.text else f"{finding.key}: {finding.text}"
 
 
 def _text(value: Any) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _disk(verdict: Verdict) -> dict[str, Any]:
-    """The filesystem on which the cold path is, or would be."""
-    if verdict.config is None:
-        return {}
-    path = verdict.config.cold_path
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    info = os.statvfs(path)
-    return {"path": path, "free_bytes": info.f_bavail * info.f_frsize, "total_bytes": info.f_blocks * info.f_frsize}
-
-
-def _lmcache_installed() -> bool:
-    try:
-        return importlib.util.find_spec("lmcache") is not None
-    except ImportError:
-        return False

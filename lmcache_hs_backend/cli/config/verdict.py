@@ -1,7 +1,8 @@
 """Would LMCache load the plugin with these settings, and would it then do anything?
 
-Goes the way that LMCache's ``storage_plugin_launcher`` goes, and then the way of the plugin's own
-constructor, and says at which key it ends. Looks at the disk, but creates nothing there.
+Goes the way that LMCache's ``storage_plugin_launcher`` goes, and then the way of the plugin's own constructor, and
+says at which key it ends. Then it says what works, but perhaps not as meant. Looks at the disk, but creates nothing
+there.
 """
 
 from __future__ import annotations
@@ -10,20 +11,10 @@ import dataclasses
 import difflib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.config.lmcache_settings import (
-    ALIASES,
-    DEAD_ALIASES,
-    DEFAULT,
-    DEFAULTS,
-    Loaded,
-    LoadError,
-    load,
-    variable,
-)
 from lmcache_hs_backend.config import (
     GIB,
     LOADER_KEYS,
@@ -32,6 +23,15 @@ from lmcache_hs_backend.config import (
     default_cold_path,
     hot_tier_bytes,
     plugin_names,
+    shown_value,
+)
+from lmcache_hs_backend.integrations.lmcache.lmcache_settings import (
+    DEFAULT,
+    LoadedSettings,
+    LoadError,
+    load,
+    mentioned_by_lmcache,
+    variable,
 )
 
 PACKAGE = "lmcache_hs_backend"
@@ -42,14 +42,14 @@ DEFAULT_PLUGIN = "hs_tiered"
 _MODULES = (PACKAGE, f"{PACKAGE}.integrations.lmcache.backend")
 
 
-class Problem(NamedTuple):
-    """Why the plugin would not load, or would do nothing, or keep nothing on disk. ``key`` is what to change."""
+class Finding(NamedTuple):
+    """What is wrong or perhaps not as meant. ``key`` is what to change."""
 
     key: str
     text: str
 
 
-class Setting(NamedTuple):
+class SettingRow(NamedTuple):
     """One setting as it would be used, and where it comes from."""
 
     name: str
@@ -58,105 +58,84 @@ class Setting(NamedTuple):
     doc: str
 
 
+class DiskSpace(NamedTuple):
+    """The filesystem on which a cold path is, or would be. ``path`` is what exists of the cold path."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
 @dataclass
 class Verdict:
-    """What became of the settings. ``plugin`` is the name under which it would load, empty when it would not."""
+    """What became of the settings.
 
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
+    Attributes:
+        problems: Why the plugin would not load, or would load and do nothing, or keep nothing on disk.
+        warnings: What works, but perhaps not as meant.
+        plugin: The plugin's name, or that of what is nearest to being it; empty: there is nothing like it.
+        settings: Every setting of the plugin, and those of LMCache that matter to it.
+        config: The plugin's settings, with defaults in place of those that are wrong.
+        disk: None where ``cold_path`` is wrong, or leads to no directory.
+    """
+
+    problems: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
     plugin: str = ""
-    settings: list[Setting] = field(default_factory=list)
+    settings: list[SettingRow] = field(default_factory=list)
     config: TieredConfig | None = None
+    disk: DiskSpace | None = None
 
     @property
     def loads(self) -> bool:
-        """Whether it would load and work: a cold tier that would be offline is a problem too."""
+        """Whether the plugin would load and work: a cold tier that would be offline is a problem too."""
         return not self.problems
 
 
 def check(path: str | None, environ: Mapping[str, str] | None = None) -> Verdict:
-    """Judge a configuration file and the environment."""
+    """Judge a configuration.
+
+    Args:
+        path: LMCache's YAML file; None: that of ``LMCACHE_CONFIG_FILE``, or none.
+        environ: The environment; this process's by default.
+    """
     env = os.environ if environ is None else environ
     verdict = Verdict()
     try:
         loaded = load(path, env)
     except LoadError as error:
-        verdict.problems.append(Problem(error.key, f"LMCache does not start: {error}"))
+        verdict.problems.append(Finding(error.key, f"LMCache does not start: {error}"))
         return verdict
-    verdict.warnings += [Problem(key, text) for key, text in loaded.warnings]
-    verdict.problems += _not_launched(loaded)
-    extra = loaded["extra_config"] or {}
-    name = _our_name(loaded, extra)
-    if not name:
+    verdict.warnings += [Finding(*warning) for warning in loaded.warnings]
+    plugins, extra = loaded["storage_plugins"] or [], loaded["extra_config"] or {}
+    if not all(isinstance(name, str) for name in plugins):
+        verdict.problems.append(Finding("storage_plugins", f"storage_plugins is {plugins!r}, not a list of names"))
         return verdict
-    verdict.plugin = name
-    verdict.problems += _inert(loaded)
-    _resolve(verdict, loaded, extra, name)
-    if verdict.config is not None:
-        verdict.problems += _disk(verdict.config, name)
-    verdict.warnings += _advice(loaded, env, extra)
+    if odd := [key for key in extra if not isinstance(key, str)]:
+        verdict.problems.append(Finding("extra_config", f"extra_config has the key {odd[0]!r}, which is no text"))
+        return verdict
+    verdict.plugin = _plugin_of(plugins, extra)
+    verdict.problems += _not_launched(loaded, plugins, extra)
+    if verdict.plugin:
+        verdict.problems += _inert(loaded)
+        _resolve(verdict, loaded, extra)
+        verdict.warnings += _advice(loaded, extra, verdict.plugin, env)
     return verdict
 
 
 def cold_path_of(path: str | None) -> TieredConfig:
     """The settings of the tiers in a configuration, for tools that only want to know where the files are.
 
-    Raises LoadError or ConfigError.
+    Raises:
+        LoadError: The configuration cannot be read.
+        ConfigError: A setting is wrong.
     """
-    loaded = load(path)
-    extra = loaded["extra_config"] or {}
-    return TieredConfig.from_extra_config(extra, _our_name(loaded, extra) or DEFAULT_PLUGIN)
+    loaded = load(path, ask_lmcache=False)
+    extra = {key: value for key, value in (loaded["extra_config"] or {}).items() if isinstance(key, str)}
+    return TieredConfig.from_extra_config(extra, _plugin_of(loaded["storage_plugins"] or [], extra) or DEFAULT_PLUGIN)
 
 
 # -- what LMCache's launcher does ------------------------------------------------------------------------
-
-
-def _not_launched(loaded: Loaded) -> Iterator[Problem]:
-    plugins, extra = loaded["storage_plugins"], loaded["extra_config"]
-    if plugins and not all(isinstance(name, str) for name in plugins):
-        yield Problem("storage_plugins", f"storage_plugins is {plugins!r}, but must be a list of names")
-        return
-    if loaded["enable_pd"] and not loaded["local_cpu"]:
-        yield Problem("local_cpu", "LMCache loads no storage plugins with enable_pd when local_cpu is false")
-    if not plugins:
-        yield Problem("storage_plugins", f"storage_plugins is empty; set it to [{_candidate(extra)}]")
-    if not extra:
-        yield Problem("extra_config", f"extra_config is empty{_replaced(loaded)}; LMCache then loads no plugin")
-        return
-    for key in extra:
-        if not isinstance(key, str):
-            yield Problem("extra_config", f"extra_config has the key {key!r}, which is no text")
-            return
-    if not plugins:
-        return
-    names = _ours(extra)
-    if any(name in plugins for name in names):
-        return
-    if names:
-        yield Problem("storage_plugins", f"storage_plugins is {plugins!r}, and does not list {names[0]!r}")
-    else:
-        yield _wrong_loader_key(loaded, plugins, extra)
-
-
-def _wrong_loader_key(loaded: Loaded, plugins: list[str], extra: dict[str, Any]) -> Problem:
-    """No listed plugin is ours: the key of the likeliest one that keeps it from being so."""
-    name = _likeliest(plugins, extra)
-    prefix = f"storage_plugin.{name}."
-    right = dict(zip(LOADER_KEYS, (PACKAGE, PLUGIN_CLASS), strict=True))
-    for loader_key, expected in right.items():
-        key, value = f"extra_config['{prefix}{loader_key}']", extra.get(prefix + loader_key)
-        if not value:
-            near = difflib.get_close_matches(prefix + loader_key, extra, n=1, cutoff=0.85)
-            instead = f"; there is {near[0]!r}" if near else ""
-            if "storage_plugin" in extra or name in extra:
-                instead = "; the keys under extra_config are flat, with dots in them, not nested tables"
-            return Problem(key, f"{key} is missing, must be {expected!r}{instead}{_replaced(loaded)}")
-        if loader_key == "module_path" and value not in _MODULES:
-            why = "" if _is_module(value) else ", and there is no such module"
-            return Problem(key, f"{key} is {value!r}, but must be {expected!r}{why}")
-        if loader_key == "class_name" and value != expected:
-            return Problem(key, f"{key} is {value!r}, but must be {expected!r}")
-    raise AssertionError("a plugin with the right keys is ours")
 
 
 def _ours(extra: Mapping[str, Any]) -> list[str]:
@@ -165,20 +144,13 @@ def _ours(extra: Mapping[str, Any]) -> list[str]:
     return [name for name in names if extra[f"storage_plugin.{name}.module_path"] in _MODULES]
 
 
-def _our_name(loaded: Loaded, extra: Mapping[str, Any]) -> str:
+def _plugin_of(plugins: list[str], extra: Mapping[str, Any]) -> str:
     """The name of our plugin, or of what is nearest to being ours: its settings are looked at as well."""
-    if not all(isinstance(key, str) for key in extra):
-        return ""
-    plugins = [name for name in loaded["storage_plugins"] or () if isinstance(name, str)]
     names = _ours(extra)
-    listed = [name for name in names if name in plugins]
-    if listed or names:
-        return (listed or names)[0]
-    return _likeliest(plugins, extra) if any(key.startswith("storage_plugin.") for key in extra) else ""
-
-
-def _likeliest(plugins: list[str], extra: Mapping[str, Any]) -> str:
-    """Which of the listed plugins is meant to be ours."""
+    if names:
+        return next((name for name in names if name in plugins), names[0])
+    if not any(key.startswith("storage_plugin.") for key in extra):
+        return ""
     for name in plugins:
         said = " ".join(str(extra.get(f"storage_plugin.{name}.{key}", "")) for key in LOADER_KEYS)
         if PACKAGE in said or PLUGIN_CLASS in said or "hs" in name.split("_"):
@@ -186,17 +158,38 @@ def _likeliest(plugins: list[str], extra: Mapping[str, Any]) -> str:
     return plugins[0] if plugins else DEFAULT_PLUGIN
 
 
-def _candidate(extra: Mapping[str, Any] | None) -> str:
-    names = _ours(extra) if extra and all(isinstance(key, str) for key in extra) else []
-    return (names or [DEFAULT_PLUGIN])[0]
-
-
-def _replaced(loaded: Loaded) -> str:
-    """A hint when the environment has thrown away the extra_config of the file."""
+def _not_launched(loaded: LoadedSettings, plugins: list[str], extra: Mapping[str, Any]) -> Iterator[Finding]:
+    names = _ours(extra)
+    replaced = ""
     if loaded.file_extra and loaded.sources["extra_config"] == variable("extra_config"):
         name = variable("extra_config")
-        return f" ({name} replaces the whole extra_config of the file: unset it, or say everything in it)"
-    return ""
+        replaced = f" ({name} replaces the whole extra_config of the file: unset it, or say everything in it)"
+    if loaded["enable_pd"] and not loaded["local_cpu"]:
+        yield Finding("local_cpu", "LMCache loads no storage plugins with enable_pd when local_cpu is false")
+    if not plugins:
+        yield Finding("storage_plugins", f"storage_plugins is empty; set it to [{(names or [DEFAULT_PLUGIN])[0]}]")
+    if not extra:
+        yield Finding("extra_config", f"extra_config is empty{replaced}; LMCache then loads no plugin")
+    elif plugins and not names:
+        yield _wrong_loader_key(_plugin_of(plugins, extra) or plugins[0], extra, replaced)
+    elif plugins and not any(name in plugins for name in names):
+        yield Finding("storage_plugins", f"storage_plugins is {plugins!r}, and does not list {names[0]!r}")
+
+
+def _wrong_loader_key(name: str, extra: Mapping[str, Any], replaced: str) -> Finding:
+    """Which key keeps a plugin from being ours."""
+    prefix = f"storage_plugin.{name}."
+    wrong = "module_path" if extra.get(f"{prefix}module_path") not in _MODULES else "class_name"
+    expected = PACKAGE if wrong == "module_path" else PLUGIN_CLASS
+    value, key = extra.get(prefix + wrong), f"extra_config['{prefix}{wrong}']"
+    if value:
+        why = "" if wrong == "class_name" or _is_module(value) else ", and there is no such module"
+        return Finding(key, f"{key} is {value!r}, but must be {expected!r}{why}")
+    near = difflib.get_close_matches(prefix + wrong, extra, n=1, cutoff=0.85)
+    instead = f"; there is {near[0]!r}" if near else ""
+    if "storage_plugin" in extra or name in extra:
+        instead = "; the keys under extra_config are flat, with dots in them, not nested tables"
+    return Finding(key, f"{key} is missing, must be {expected!r}{instead}{replaced}")
 
 
 def _is_module(name: Any) -> bool:
@@ -209,61 +202,63 @@ def _is_module(name: Any) -> bool:
 # -- what the plugin does --------------------------------------------------------------------------------
 
 
-def _inert(loaded: Loaded) -> Iterator[Problem]:
+def _inert(loaded: LoadedSettings) -> Iterator[Finding]:
     if not loaded["enable_hidden_state_cache"]:
-        yield Problem(
+        yield Finding(
             "enable_hidden_state_cache",
             "enable_hidden_state_cache is false, so the plugin loads and does nothing; set it to true",
         )
     if loaded["enable_blending"]:
-        yield Problem(
+        yield Finding(
             "enable_blending",
             "enable_blending is true: blended chunks have no prefix, so the plugin loads and does nothing",
         )
     try:
         hot_tier_bytes(loaded["max_hidden_state_cpu_size"])
     except ConfigError as error:
-        yield Problem("max_hidden_state_cpu_size", str(error))
+        yield Finding("max_hidden_state_cpu_size", str(error))
 
 
-def _resolve(verdict: Verdict, loaded: Loaded, extra: dict[str, Any], name: str) -> None:
-    """Every setting with its source; a wrong one is a problem, and the others are still shown."""
-    prefix = f"storage_plugin.{name}."
-    source = loaded.sources["extra_config"]
-    good = {}
-    cold_path = f"{prefix}cold_path"
-    home: dict[str, Any] = {}
-    try:
-        default_cold_path()
-    except ConfigError as error:
-        home = {cold_path: "/"}  # the others are judged all the same
-        if cold_path not in extra:
-            verdict.problems.append(Problem(f"extra_config['{cold_path}']", str(error)))
-    wrong: dict[str, Any] = {}
-    for key, value in extra.items():
-        setting = key.removeprefix(prefix)
-        if not key.startswith(prefix) or setting in LOADER_KEYS:
+def _resolve(verdict: Verdict, loaded: LoadedSettings, extra: Mapping[str, Any]) -> None:
+    """Every setting with its source; a wrong one is a problem, and the others are still looked at."""
+    prefix = f"storage_plugin.{verdict.plugin}."
+
+    def key_of(name: str) -> str:
+        return f"extra_config['{prefix}{name}']"
+
+    good: dict[str, Any] = {}
+    wrong: dict[str, str] = {}  # setting → what to show in place of its value
+    given = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
+    for name, value in given.items():
+        if name in LOADER_KEYS:
             continue
         try:
-            TieredConfig.from_extra_config({**home, key: value}, name)
+            TieredConfig.from_mapping({"cold_path": "/", name: value}, key_of)
+            good[name] = value
         except ConfigError as error:
-            verdict.problems.append(Problem(f"extra_config['{key}']", str(error)))
-            wrong[setting] = value
-        else:
-            good[key] = value
-    config = TieredConfig.from_extra_config({**home, **good}, name)
-    if not any(problem.key.startswith(f"extra_config['{prefix}") for problem in verdict.problems):
-        verdict.config = config
+            verdict.problems.append(Finding(key_of(name), str(error)))
+            wrong[name] = f"{shown_value(name, value)!r} is wrong"
+    if "cold_path" not in given:
+        try:
+            default_cold_path()
+        except ConfigError as error:
+            verdict.problems.append(Finding(key_of("cold_path"), str(error)))
+            wrong["cold_path"] = "missing"
+    if "cold_path" in wrong:
+        good["cold_path"] = "/"
+    config = verdict.config = TieredConfig.from_mapping(good, key_of)
     for our in dataclasses.fields(TieredConfig):
-        where = source if prefix + our.name in good else DEFAULT
-        value = getattr(config, our.name)
-        if our.name == "cold_dir_mode":
-            value = f"{value:04o}"
-        if our.name in wrong:
-            value, where = f"{wrong[our.name]!r} is wrong", source
-        verdict.settings.append(Setting(our.name, value, where, our.metadata["doc"]))
+        value = shown_value(our.name, getattr(config, our.name))
+        shown = wrong.get(our.name, f"{value:04o}" if our.name == "cold_dir_mode" else value)
+        source = loaded.sources["extra_config"] if our.name in given else DEFAULT
+        verdict.settings.append(SettingRow(our.name, shown, source, our.metadata["doc"]))
     for theirs, doc in _THEIRS.items():
-        verdict.settings.append(Setting(theirs, loaded[theirs], loaded.sources[theirs], doc))
+        verdict.settings.append(SettingRow(theirs, loaded[theirs], loaded.sources[theirs], doc))
+    if "cold_path" not in wrong:
+        _look_at_disk(verdict, config, key_of)
+        if "cold_path" in good and not os.path.isabs(os.path.expanduser(good["cold_path"])):
+            text = f"is {good['cold_path']!r}, a relative path: it depends on where each process is started"
+            verdict.warnings.append(Finding(key_of("cold_path"), f"{key_of('cold_path')} {text}"))
 
 
 _THEIRS = {
@@ -276,130 +271,134 @@ _THEIRS = {
 }
 
 
-def _disk(config: TieredConfig, name: str) -> Iterator[Problem]:
+def _look_at_disk(verdict: Verdict, config: TieredConfig, key_of: Callable[[str], str]) -> None:
     """What the plugin would find at its cold path. One that cannot be used is a problem, also where it would load."""
-    outcome = "" if config.require_cold else "; with require_cold: false, rows would stay in RAM until it can be used"
-    label = f"extra_config['storage_plugin.{name}.cold_path']"
+    key = key_of("cold_path")
     existing = config.cold_path
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
+    trouble = ""
     if not os.path.isdir(existing):
-        yield Problem(label, f"{label} is {config.cold_path!r}, but {existing} is not a directory{outcome}")
-        return
-    if not os.access(existing, os.W_OK | os.X_OK):
-        yield Problem(
-            label, f"{label} is {config.cold_path!r}, but user {os.geteuid()} cannot write in {existing}{outcome}"
+        trouble = f"{existing} is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        trouble = f"user {os.geteuid()} cannot write in {existing}"
+    else:
+        info = os.statvfs(existing)
+        disk = DiskSpace(existing, info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize)
+        if not disk.total_bytes:
+            trouble = f"the filesystem of {existing} has no room for files"
+    if trouble:
+        outcome = (
+            "" if config.require_cold else "; with require_cold: false, rows would stay in RAM until it can be used"
         )
+        verdict.problems.append(Finding(key, f"{key} is {config.cold_path!r}, but {trouble}{outcome}"))
         return
-    disk = os.statvfs(existing)
-    total = disk.f_blocks * disk.f_frsize
-    if not total:
-        yield Problem(
-            label, f"{label} is {config.cold_path!r}, but the filesystem of {existing} has no room for files{outcome}"
-        )
-        return
-    for setting, nbytes in (("max_cold_size", config.max_cold_bytes), ("min_free_disk", config.min_free_bytes)):
-        if nbytes > total:
-            key = f"extra_config['storage_plugin.{name}.{setting}']"
-            yield Problem(
-                key,
-                f"{key} is {getattr(config, setting):g}, but must be at most {total / GIB:.2f}, the size in GB of the "
-                f"filesystem of {config.cold_path}",
-            )
+    verdict.disk = disk
+    if missing := _missing_mount(config.cold_path, existing):
+        verdict.warnings.append(Finding(key, missing))
+    for name in ("max_cold_size", "min_free_disk"):
+        try:
+            nbytes, cut_down = config.limit_within(name, disk.total_bytes, key_of)
+        except ConfigError as error:
+            verdict.problems.append(Finding(key_of(name), str(error)))
+            continue
+        if cut_down:
+            verdict.warnings.append(Finding(key_of(name), cut_down))
+        elif disk.free_bytes < nbytes:
+            beside = ", beside what is in it already" if existing == config.cold_path else ""
+            text = f"but {disk.free_bytes / GIB:.3g} GB are free at {existing}{beside}"
+            verdict.warnings.append(Finding(key_of(name), f"{key_of(name)} is {getattr(config, name):g}, {text}"))
 
 
-def _advice(loaded: Loaded, env: Mapping[str, str], extra: Mapping[str, Any]) -> Iterator[Problem]:
-    """What works, but perhaps not as meant."""
+def _missing_mount(cold_path: str, existing: str) -> str:
+    """Says that a disk of its own is probably meant for a path on the root filesystem; empty: nothing hints at it."""
+    if os.stat(existing).st_dev != os.stat("/").st_dev:
+        return ""
+    top = "/" + cold_path.split("/")[1]
+    mounts = [top] if not os.path.exists(top) else []
+    mounts += [
+        mount for mount in (*_fstab(), "/mnt", "/media") if mount != "/" and f"{cold_path}/".startswith(f"{mount}/")
+    ]
+    if not mounts:
+        return ""
+    would = "is" if existing == cold_path else "would be created"
+    return f"{cold_path} {would} on the root filesystem: nothing is mounted at or below {mounts[0]}"
+
+
+def _fstab() -> list[str]:
+    """The places at which the machine mounts filesystems at its start."""
+    try:
+        with open("/etc/fstab") as file:
+            lines = [line.split() for line in file if not line.lstrip().startswith("#")]
+    except OSError:
+        return []
+    return [words[1] for words in lines if len(words) > 1 and words[1].startswith("/")]
+
+
+# -- what works, but perhaps not as meant ----------------------------------------------------------------
+
+
+def _advice(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str, env: Mapping[str, str]) -> Iterator[Finding]:
     names = [name for name in _ours(extra) if name in (loaded["storage_plugins"] or ())]
     if len(names) > 1:
-        yield Problem("storage_plugins", f"{names} are all this plugin; the settings of {names[0]!r} are used")
-    yield from _nobodys(extra, _our_name(loaded, extra), loaded["storage_plugins"] or ())
+        yield Finding("storage_plugins", f"{names} are all this plugin; the settings of {names[0]!r} are used")
+    yield from _unread_keys(loaded, extra, plugin)
+    yield from _unread_variables(loaded, env)
     wanted, memory = loaded["max_hidden_state_cpu_size"], os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if isinstance(wanted, int | float) and wanted * GIB > memory:
-        yield Problem(
+        yield Finding(
             "max_hidden_state_cpu_size",
             f"max_hidden_state_cpu_size is {wanted:g}, but this machine has {memory / GIB:.1f} GB of memory: LMCache, "
             "which reserves the same for a store of its own before the plugin is there, may not start",
         )
-    seed = env.get("PYTHONHASHSEED", "random")
-    if loaded["pre_caching_hash_algorithm"] == "builtin" and seed in ("", "random"):
-        yield Problem(
+    if loaded["pre_caching_hash_algorithm"] == "builtin" and env.get("PYTHONHASHSEED", "random") in ("", "random"):
+        yield Finding(
             "PYTHONHASHSEED",
             "PYTHONHASHSEED is not set: under vLLM, chunk hashes then differ from start to start, and nothing on disk "
             "is found again after a restart; set it to the same number for every process (PYTHONHASHSEED=0)",
         )
-    deletes = extra.get(f"storage_plugin.{_our_name(loaded, extra)}.on_kv_gone", "delete") == "delete"
+    deletes = extra.get(f"storage_plugin.{plugin}.on_kv_gone", "delete") == "delete"
     if deletes and not any(loaded[name] for name in _KV_BEYOND_RAM):
-        yield Problem(
+        yield Finding(
             "on_kv_gone",
             "LMCache keeps KV in CPU memory only, and with on_kv_gone: delete the cold tier never holds more chunks "
             "than that; give LMCache a disk tier (local_disk), or set on_kv_gone to archive",
         )
-    yield from _place_of_files(extra, f"storage_plugin.{_our_name(loaded, extra)}.")
-    known = {variable(key) for key in (*DEFAULTS, *ALIASES, *DEAD_ALIASES)} | _OTHER_VARIABLES
-    for key in sorted(env):
-        if key.startswith("LMCACHE_") and key not in known:
-            yield Problem(key, f"{key} is in the environment, and nothing reads it; settings of the plugin go into "
-                               f"{variable('extra_config')}")  # fmt: skip
     if loaded["remote_config_url"]:
-        yield Problem("remote_config_url", "settings fetched from remote_config_url at start are not seen here")
-
-
-def _place_of_files(extra: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
-    """Cold paths that are probably not where they were meant to be, and limits that the disk cannot hold today."""
-    key, given = f"extra_config['{prefix}cold_path']", extra.get(f"{prefix}cold_path")
-    if isinstance(given, str) and given.strip() and given.strip()[0] not in "/~":
-        yield Problem(key, f"{key} is {given!r}, a relative path: it depends on where each process is started")
-    try:
-        config = TieredConfig.from_mapping(
-            {name: extra[prefix + name] for name in ("cold_path", "max_cold_size") if prefix + name in extra}, str
-        )
-    except ConfigError:  # a problem already
-        return
-    existing = config.cold_path
-    while not os.path.isdir(existing):
-        existing = os.path.dirname(existing)
-    top = "/" + config.cold_path.strip("/").split("/")[0]
-    if existing == "/" and not os.path.exists(top):
-        where = f"{config.cold_path} would be created on the root filesystem"
-        yield Problem(key, f"{top} does not exist: {where}; is it mounted?")
-    disk = os.statvfs(existing)
-    free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-    if free < config.max_cold_bytes <= total:
-        limit = f"extra_config['{prefix}max_cold_size']"
-        yield Problem(limit, f"{limit} is {config.max_cold_size:g}, but {free / GIB:.3g} GB are free at {existing}")
-
-
-#: Read by LMCache, vLLM or us elsewhere than in LMCache's configuration.
-_OTHER_VARIABLES = {
-    "LMCACHE_CONFIG_FILE", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_DEBUG",
-    "LMCACHE_LOG_FILE", "LMCACHE_LOG_FORMAT",
-}  # fmt: skip
-
-
-def _nobodys(extra: Mapping[str, Any], ours: str, plugins: Sequence[str]) -> Iterator[Problem]:
-    """Keys that are named like settings of ours, but that nobody reads."""
-    settings = {field.name for field in dataclasses.fields(TieredConfig)}
-    for key in extra:
-        if key in settings:
-            yield Problem(f"extra_config['{key}']", f"nobody reads it; the setting is 'storage_plugin.{ours}.{key}'")
-        prefix, _, name = key.rpartition(".")
-        plugin = prefix.removeprefix("storage_plugin.")
-        if name in settings and prefix.startswith("storage_plugin.") and plugin != ours and plugin not in plugins:
-            yield Problem(
-                f"extra_config['{key}']",
-                f"nobody reads it, because storage_plugins does not list {plugin!r}; the setting is "
-                f"'storage_plugin.{ours}.{name}'",
-            )
+        yield Finding("remote_config_url", "settings fetched from remote_config_url at start are not seen here")
 
 
 #: Settings that give LMCache a place for KV other than CPU memory.
 _KV_BEYOND_RAM = (
-    "local_disk",
-    "remote_url",
-    "remote_storage_plugins",
-    "gds_path",
-    "maru_path",
-    "enable_p2p",
-    "enable_pd",
-)
+    "local_disk", "remote_url", "remote_storage_plugins", "gds_path", "maru_path", "enable_p2p", "enable_pd",
+)  # fmt: skip
+
+
+def _unread_keys(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str) -> Iterator[Finding]:
+    """Keys of extra_config that are named like settings of ours, but stand where they are not read."""
+    settings = TieredConfig.__dataclass_fields__
+    for key in extra:
+        prefix, _, name = key.rpartition(".")
+        owner = prefix.removeprefix("storage_plugin.")
+        if name not in settings or owner in (plugin, *(loaded["storage_plugins"] or ())):
+            continue
+        if not prefix or prefix.startswith("storage_plugin."):
+            why = f", because storage_plugins does not list {owner!r}" if prefix else ""
+            text = f"nothing reads it{why}; the setting is 'storage_plugin.{plugin}.{name}'"
+            yield Finding(f"extra_config['{key}']", text)
+
+
+def _unread_variables(loaded: LoadedSettings, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables named like LMCache's that nothing reads.
+
+    Without LMCache, only those that are named like settings of the plugin: others may be LMCache's own.
+    """
+    known = {variable(key) for key in loaded.known}
+    unknown = {name for name in env if name.startswith(variable("")) and name not in known}
+    if loaded.by_lmcache:
+        unknown -= mentioned_by_lmcache(unknown)
+    else:
+        unknown = {name for name in unknown if name.startswith(variable("storage_plugin_"))}
+    for name in sorted(unknown):
+        instead = f"settings of the plugin go into {variable('extra_config')}"
+        yield Finding(name, f"{name} is in the environment, and nothing reads it; {instead}")

@@ -50,8 +50,8 @@ def open_path(args: argparse.Namespace, *, notes: bool = True) -> OpenedColdPath
     config = None
     path = args.cold_path
     if path is None and (args.config or os.environ.get("LMCACHE_CONFIG_FILE")):
-        from lmcache_hs_backend.cli.config.lmcache_settings import LoadError
         from lmcache_hs_backend.cli.config.verdict import cold_path_of
+        from lmcache_hs_backend.integrations.lmcache.lmcache_settings import LoadError
 
         try:
             config = cold_path_of(args.config)

@@ -1,4 +1,4 @@
-"""The only place that names LMCache's modules, because they move.
+"""The only place that names LMCache's modules for code that runs in an engine, because they move.
 
 0.5.6 keeps the in-process engine in ``lmcache.v1``; 0.5.7 moves it to ``lmcache.inprocess.v1`` without
 leaving anything behind, and calls it deprecated. Everything else that is used here has stayed.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import stat
 import time
@@ -35,7 +34,7 @@ from lmcache_hs_backend.format.layout import (
     quarantine_name,
     temporary_name,
 )
-from lmcache_hs_backend.format.pages import ALIGN, align
+from lmcache_hs_backend.format.pages import align
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.health import DiskHealth
 from lmcache_hs_backend.tiers.disk.optional_calls import OptionalCalls
@@ -102,7 +101,7 @@ class ChunkFiles:
 
     def opened(self) -> None:
         """The namespace is open: find out whether it takes O_DIRECT, by writing."""
-        self._direct = self._config.use_odirect != "off" and self._probe_direct()
+        self._direct = self._config.use_odirect != "off" and self._takes_direct()
 
     def use_files(self, files: FileLayer) -> None:
         """Send system calls through ``files`` from now on."""
@@ -430,25 +429,11 @@ class ChunkFiles:
         self._files.rename(path, aside)
         logger.warning("%s is not ours; it is now %s", path, aside)
 
-    def _probe_direct(self) -> bool:
-        """Whether the filesystem takes O_DIRECT, found out by writing one page."""
-        path = os.path.join(self.directory, temporary_name("probe"))
-        page = mmap.mmap(-1, ALIGN)  # aligned, as O_DIRECT wants it
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_DIRECT | os.O_CLOEXEC
-        try:
-            fd = self._files.open(path, flags, 0o600)
-            try:
-                self._files.pwritev(fd, [page], 0)
-            finally:
-                self._files.close(fd)
-        except OSError as error:
-            if self._config.use_odirect == "on":
-                logger.warning("use_odirect is on, but %s does not take it: %s", self.directory, error)
-            return False
-        finally:
-            with contextlib.suppress(OSError):
-                self._files.unlink(path)
-        return True
+    def _takes_direct(self) -> bool:
+        refusal = chunk_file.direct_refusal(self._files, self.directory)
+        if refusal is not None and self._config.use_odirect == "on":
+            logger.warning("use_odirect is on, but %s does not take it: %s", self.directory, refusal)
+        return refusal is None
 
 
 def most_bytes(meta: ChunkMeta, ids: bytes, rows: Mapping[LayerSpec, memoryview]) -> int:

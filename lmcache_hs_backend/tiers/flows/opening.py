@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lmcache_hs_backend.config import GIB, ConfigError, TieredConfig
+from lmcache_hs_backend.config import ConfigError, TieredConfig
 from lmcache_hs_backend.tiers.disk.health import PROBE_SEC
 from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace, UnusableColdPath
 from lmcache_hs_backend.tiers.flows.background import Background
@@ -27,8 +27,6 @@ from lmcache_hs_backend.tiers.flows.recover import Recover
 _TIMEOUT_SEC = 20.0
 _LOOK_AGAIN_SEC = 1.0
 _NEIGHBOURS_SEC = 10.0
-#: A limit of 1000 GB for a disk of 931 GiB is a unit taken for another one.
-_A_LITTLE_ABOVE = 1.1
 
 logger = logging.getLogger(__name__)
 
@@ -107,24 +105,14 @@ class Opening:
         if total is None:  # then what is free is not known either
             core.min_free_bytes = 0
             return
-        if core.state.max_cold_bytes > total:
-            self._refuse_or_warn("max_cold_size", core.state.max_cold_bytes, total, total)
-            core.state.max_cold_bytes = total
-        if core.min_free_bytes > total:
-            self._refuse_or_warn("min_free_disk", core.min_free_bytes, total, total // 20)
-            core.min_free_bytes = total // 20
+        core.state.max_cold_bytes = self._within("max_cold_size", total)
+        core.min_free_bytes = self._within("min_free_disk", total)
 
-    def _refuse_or_warn(self, name: str, nbytes: int, total: int, used: int) -> None:
-        value, default = getattr(self._config, name), type(self._config).__dataclass_fields__[name].default
-        if value != default and nbytes > total * _A_LITTLE_ABOVE:
-            raise ConfigError(
-                f"{self._setting(name)} is {value:g}, but must be at most {total / GIB:.4g}, "
-                f"the size in GB of the filesystem of {self._config.cold_path}"
-            )
-        logger.warning(
-            "%s is %g, but the filesystem of %s has %.4g GB: %.4g GB are used",
-            self._setting(name), value, self._config.cold_path, total / GIB, used / GIB,
-        )  # fmt: skip
+    def _within(self, name: str, total: int) -> int:
+        nbytes, cut_down = self._config.limit_within(name, total, self._setting)
+        if cut_down:
+            logger.warning("%s", cut_down)
+        return nbytes
 
     async def recover(self, room: MakeRoom, neighbours: Neighbours, recovered: threading.Event) -> None:
         """Find what is there already, then look again for as long as the store is open. Runs in the background.
