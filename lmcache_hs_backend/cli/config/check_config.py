@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lmcache_hs_backend.cli.config.verdict import Finding, Verdict, check
+from lmcache_hs_backend.cli.config.verdict import Remark, Verdict, check
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text
 from lmcache_hs_backend.config import ADVANCED
 from lmcache_hs_backend.integrations.lmcache.lmcache_settings import lmcache_directory
@@ -88,8 +88,8 @@ def _print(output: Output, verdict: Verdict, disk: dict[str, Any], probe: dict[s
         output.show(f"the plugin would not work{what}", style="bold red")
 
 
-def _say(finding: Finding) -> str:
-    return finding.text if not finding.key or finding.key in finding.text else f"{finding.key}: {finding.text}"
+def _say(remark: Remark) -> str:
+    return remark.text if not remark.key or remark.key in remark.text else f"{remark.key}: {remark.text}"
 
 
 def _text(value: Any) -> str:

@@ -42,7 +42,7 @@ DEFAULT_PLUGIN = "hs_tiered"
 _MODULES = (PACKAGE, f"{PACKAGE}.integrations.lmcache.backend")
 
 
-class Finding(NamedTuple):
+class Remark(NamedTuple):
     """What is wrong or perhaps not as meant. ``key`` is what to change."""
 
     key: str
@@ -79,8 +79,8 @@ class Verdict:
         disk: None where ``cold_path`` is wrong, or leads to no directory.
     """
 
-    problems: list[Finding] = field(default_factory=list)
-    warnings: list[Finding] = field(default_factory=list)
+    problems: list[Remark] = field(default_factory=list)
+    warnings: list[Remark] = field(default_factory=list)
     plugin: str = ""
     settings: list[SettingRow] = field(default_factory=list)
     config: TieredConfig | None = None
@@ -104,15 +104,15 @@ def check(path: str | None, environ: Mapping[str, str] | None = None) -> Verdict
     try:
         loaded = load(path, env)
     except LoadError as error:
-        verdict.problems.append(Finding(error.key, f"LMCache does not start: {error}"))
+        verdict.problems.append(Remark(error.key, f"LMCache does not start: {error}"))
         return verdict
-    verdict.warnings += [Finding(*warning) for warning in loaded.warnings]
+    verdict.warnings += [Remark(*warning) for warning in loaded.warnings]
     plugins, extra = loaded["storage_plugins"] or [], loaded["extra_config"] or {}
     if not all(isinstance(name, str) for name in plugins):
-        verdict.problems.append(Finding("storage_plugins", f"storage_plugins is {plugins!r}, not a list of names"))
+        verdict.problems.append(Remark("storage_plugins", f"storage_plugins is {plugins!r}, not a list of names"))
         return verdict
     if odd := [key for key in extra if not isinstance(key, str)]:
-        verdict.problems.append(Finding("extra_config", f"extra_config has the key {odd[0]!r}, which is no text"))
+        verdict.problems.append(Remark("extra_config", f"extra_config has the key {odd[0]!r}, which is no text"))
         return verdict
     verdict.plugin = _plugin_of(plugins, extra)
     verdict.problems += _not_launched(loaded, plugins, extra)
@@ -158,25 +158,25 @@ def _plugin_of(plugins: list[str], extra: Mapping[str, Any]) -> str:
     return plugins[0] if plugins else DEFAULT_PLUGIN
 
 
-def _not_launched(loaded: LoadedSettings, plugins: list[str], extra: Mapping[str, Any]) -> Iterator[Finding]:
+def _not_launched(loaded: LoadedSettings, plugins: list[str], extra: Mapping[str, Any]) -> Iterator[Remark]:
     names = _ours(extra)
     replaced = ""
     if loaded.file_extra and loaded.sources["extra_config"] == variable("extra_config"):
         name = variable("extra_config")
         replaced = f" ({name} replaces the whole extra_config of the file: unset it, or say everything in it)"
     if loaded["enable_pd"] and not loaded["local_cpu"]:
-        yield Finding("local_cpu", "LMCache loads no storage plugins with enable_pd when local_cpu is false")
+        yield Remark("local_cpu", "LMCache loads no storage plugins with enable_pd when local_cpu is false")
     if not plugins:
-        yield Finding("storage_plugins", f"storage_plugins is empty; set it to [{(names or [DEFAULT_PLUGIN])[0]}]")
+        yield Remark("storage_plugins", f"storage_plugins is empty; set it to [{(names or [DEFAULT_PLUGIN])[0]}]")
     if not extra:
-        yield Finding("extra_config", f"extra_config is empty{replaced}; LMCache then loads no plugin")
+        yield Remark("extra_config", f"extra_config is empty{replaced}; LMCache then loads no plugin")
     elif plugins and not names:
         yield _wrong_loader_key(_plugin_of(plugins, extra) or plugins[0], extra, replaced)
     elif plugins and not any(name in plugins for name in names):
-        yield Finding("storage_plugins", f"storage_plugins is {plugins!r}, and does not list {names[0]!r}")
+        yield Remark("storage_plugins", f"storage_plugins is {plugins!r}, and does not list {names[0]!r}")
 
 
-def _wrong_loader_key(name: str, extra: Mapping[str, Any], replaced: str) -> Finding:
+def _wrong_loader_key(name: str, extra: Mapping[str, Any], replaced: str) -> Remark:
     """Which key keeps a plugin from being ours."""
     prefix = f"storage_plugin.{name}."
     wrong = "module_path" if extra.get(f"{prefix}module_path") not in _MODULES else "class_name"
@@ -184,12 +184,12 @@ def _wrong_loader_key(name: str, extra: Mapping[str, Any], replaced: str) -> Fin
     value, key = extra.get(prefix + wrong), f"extra_config['{prefix}{wrong}']"
     if value:
         why = "" if wrong == "class_name" or _is_module(value) else ", and there is no such module"
-        return Finding(key, f"{key} is {value!r}, but must be {expected!r}{why}")
+        return Remark(key, f"{key} is {value!r}, but must be {expected!r}{why}")
     near = difflib.get_close_matches(prefix + wrong, extra, n=1, cutoff=0.85)
     instead = f"; there is {near[0]!r}" if near else ""
     if "storage_plugin" in extra or name in extra:
         instead = "; the keys under extra_config are flat, with dots in them, not nested tables"
-    return Finding(key, f"{key} is missing, must be {expected!r}{instead}{replaced}")
+    return Remark(key, f"{key} is missing, must be {expected!r}{instead}{replaced}")
 
 
 def _is_module(name: Any) -> bool:
@@ -202,21 +202,21 @@ def _is_module(name: Any) -> bool:
 # -- what the plugin does --------------------------------------------------------------------------------
 
 
-def _inert(loaded: LoadedSettings) -> Iterator[Finding]:
+def _inert(loaded: LoadedSettings) -> Iterator[Remark]:
     if not loaded["enable_hidden_state_cache"]:
-        yield Finding(
+        yield Remark(
             "enable_hidden_state_cache",
             "enable_hidden_state_cache is false, so the plugin loads and does nothing; set it to true",
         )
     if loaded["enable_blending"]:
-        yield Finding(
+        yield Remark(
             "enable_blending",
             "enable_blending is true: blended chunks have no prefix, so the plugin loads and does nothing",
         )
     try:
         hot_tier_bytes(loaded["max_hidden_state_cpu_size"])
     except ConfigError as error:
-        yield Finding("max_hidden_state_cpu_size", str(error))
+        yield Remark("max_hidden_state_cpu_size", str(error))
 
 
 def _resolve(verdict: Verdict, loaded: LoadedSettings, extra: Mapping[str, Any]) -> None:
@@ -236,13 +236,13 @@ def _resolve(verdict: Verdict, loaded: LoadedSettings, extra: Mapping[str, Any])
             TieredConfig.from_mapping({"cold_path": "/", name: value}, key_of)
             good[name] = value
         except ConfigError as error:
-            verdict.problems.append(Finding(key_of(name), str(error)))
+            verdict.problems.append(Remark(key_of(name), str(error)))
             wrong[name] = f"{shown_value(name, value)!r} is wrong"
     if "cold_path" not in given:
         try:
             default_cold_path()
         except ConfigError as error:
-            verdict.problems.append(Finding(key_of("cold_path"), str(error)))
+            verdict.problems.append(Remark(key_of("cold_path"), str(error)))
             wrong["cold_path"] = "missing"
     if "cold_path" in wrong:
         good["cold_path"] = "/"
@@ -258,7 +258,7 @@ def _resolve(verdict: Verdict, loaded: LoadedSettings, extra: Mapping[str, Any])
         _look_at_disk(verdict, config, key_of)
         if "cold_path" in good and not os.path.isabs(os.path.expanduser(good["cold_path"])):
             text = f"is {good['cold_path']!r}, a relative path: it depends on where each process is started"
-            verdict.warnings.append(Finding(key_of("cold_path"), f"{key_of('cold_path')} {text}"))
+            verdict.warnings.append(Remark(key_of("cold_path"), f"{key_of('cold_path')} {text}"))
 
 
 _THEIRS = {
@@ -291,23 +291,23 @@ def _look_at_disk(verdict: Verdict, config: TieredConfig, key_of: Callable[[str]
         outcome = (
             "" if config.require_cold else "; with require_cold: false, rows would stay in RAM until it can be used"
         )
-        verdict.problems.append(Finding(key, f"{key} is {config.cold_path!r}, but {trouble}{outcome}"))
+        verdict.problems.append(Remark(key, f"{key} is {config.cold_path!r}, but {trouble}{outcome}"))
         return
     verdict.disk = disk
     if missing := _missing_mount(config.cold_path, existing):
-        verdict.warnings.append(Finding(key, missing))
+        verdict.warnings.append(Remark(key, missing))
     for name in ("max_cold_size", "min_free_disk"):
         try:
             nbytes, cut_down = config.limit_within(name, disk.total_bytes, key_of)
         except ConfigError as error:
-            verdict.problems.append(Finding(key_of(name), str(error)))
+            verdict.problems.append(Remark(key_of(name), str(error)))
             continue
         if cut_down:
-            verdict.warnings.append(Finding(key_of(name), cut_down))
+            verdict.warnings.append(Remark(key_of(name), cut_down))
         elif disk.free_bytes < nbytes:
             beside = ", beside what is in it already" if existing == config.cold_path else ""
             text = f"but {disk.free_bytes / GIB:.3g} GB are free at {existing}{beside}"
-            verdict.warnings.append(Finding(key_of(name), f"{key_of(name)} is {getattr(config, name):g}, {text}"))
+            verdict.warnings.append(Remark(key_of(name), f"{key_of(name)} is {getattr(config, name):g}, {text}"))
 
 
 def _missing_mount(cold_path: str, existing: str) -> str:
@@ -338,34 +338,34 @@ def _fstab() -> list[str]:
 # -- what works, but perhaps not as meant ----------------------------------------------------------------
 
 
-def _advice(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str, env: Mapping[str, str]) -> Iterator[Finding]:
+def _advice(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str, env: Mapping[str, str]) -> Iterator[Remark]:
     names = [name for name in _ours(extra) if name in (loaded["storage_plugins"] or ())]
     if len(names) > 1:
-        yield Finding("storage_plugins", f"{names} are all this plugin; the settings of {names[0]!r} are used")
+        yield Remark("storage_plugins", f"{names} are all this plugin; the settings of {names[0]!r} are used")
     yield from _unread_keys(loaded, extra, plugin)
     yield from _unread_variables(loaded, env)
     wanted, memory = loaded["max_hidden_state_cpu_size"], os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if isinstance(wanted, int | float) and wanted * GIB > memory:
-        yield Finding(
+        yield Remark(
             "max_hidden_state_cpu_size",
             f"max_hidden_state_cpu_size is {wanted:g}, but this machine has {memory / GIB:.1f} GB of memory: LMCache, "
             "which reserves the same for a store of its own before the plugin is there, may not start",
         )
     if loaded["pre_caching_hash_algorithm"] == "builtin" and env.get("PYTHONHASHSEED", "random") in ("", "random"):
-        yield Finding(
+        yield Remark(
             "PYTHONHASHSEED",
             "PYTHONHASHSEED is not set: under vLLM, chunk hashes then differ from start to start, and nothing on disk "
             "is found again after a restart; set it to the same number for every process (PYTHONHASHSEED=0)",
         )
     deletes = extra.get(f"storage_plugin.{plugin}.on_kv_gone", "delete") == "delete"
     if deletes and not any(loaded[name] for name in _KV_BEYOND_RAM):
-        yield Finding(
+        yield Remark(
             "on_kv_gone",
             "LMCache keeps KV in CPU memory only, and with on_kv_gone: delete the cold tier never holds more chunks "
             "than that; give LMCache a disk tier (local_disk), or set on_kv_gone to archive",
         )
     if loaded["remote_config_url"]:
-        yield Finding("remote_config_url", "settings fetched from remote_config_url at start are not seen here")
+        yield Remark("remote_config_url", "settings fetched from remote_config_url at start are not seen here")
 
 
 #: Settings that give LMCache a place for KV other than CPU memory.
@@ -374,7 +374,7 @@ _KV_BEYOND_RAM = (
 )  # fmt: skip
 
 
-def _unread_keys(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str) -> Iterator[Finding]:
+def _unread_keys(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str) -> Iterator[Remark]:
     """Keys of extra_config that are named like settings of ours, but stand where they are not read."""
     settings = TieredConfig.__dataclass_fields__
     for key in extra:
@@ -385,10 +385,10 @@ def _unread_keys(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str) 
         if not prefix or prefix.startswith("storage_plugin."):
             why = f", because storage_plugins does not list {owner!r}" if prefix else ""
             text = f"nothing reads it{why}; the setting is 'storage_plugin.{plugin}.{name}'"
-            yield Finding(f"extra_config['{key}']", text)
+            yield Remark(f"extra_config['{key}']", text)
 
 
-def _unread_variables(loaded: LoadedSettings, env: Mapping[str, str]) -> Iterator[Finding]:
+def _unread_variables(loaded: LoadedSettings, env: Mapping[str, str]) -> Iterator[Remark]:
     """Variables named like LMCache's that nothing reads.
 
     Without LMCache, only those that are named like settings of the plugin: others may be LMCache's own.
@@ -401,4 +401,4 @@ def _unread_variables(loaded: LoadedSettings, env: Mapping[str, str]) -> Iterato
         unknown = {name for name in unknown if name.startswith(variable("storage_plugin_"))}
     for name in sorted(unknown):
         instead = f"settings of the plugin go into {variable('extra_config')}"
-        yield Finding(name, f"{name} is in the environment, and nothing reads it; {instead}")
+        yield Remark(name, f"{name} is in the environment, and nothing reads it; {instead}")
