@@ -47,7 +47,7 @@ from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
 from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
-from lmcache_hs_backend.tiers.flows.store_chunks import Store
+from lmcache_hs_backend.tiers.flows.store_chunks import Store, Stored
 from lmcache_hs_backend.tiers.flows.touch import touch_first, touch_rest
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
@@ -233,9 +233,20 @@ class TieredStore:
         most = len(ids) // TOKEN_BYTES - row_offset
         least = max(refs[-1].end - row_offset, 0) if refs else 0
         rows = {layer_idx: checked_rows(tensor, least, most) for layer_idx, tensor in rows.items()}
+        return self.store_checked(refs, ids, rows, row_offset, wait_sec).new
+
+    def store_checked(
+        self,
+        refs: Sequence[ChunkRef],
+        ids: bytes,
+        rows: Mapping[int, torch.Tensor],
+        row_offset: int = 0,
+        wait_sec: float | None = None,
+    ) -> Stored:
+        """``store`` for rows that ``tiers.memory.dtypes.checked_rows`` has returned, with both counts."""
         started = time.monotonic()
         if not self._enter():
-            return 0
+            return Stored(0, 0)
         try:
             return self._store.store(refs, ids, rows, row_offset, wait_sec)
         finally:

@@ -334,12 +334,10 @@ class TieredHiddenStateStore:
         request_configs: dict[str, Any] | None,
     ) -> int:
         refs = self.refs(token_ids, ids, request_configs)
-        stored = self.tiers.store(refs, ids, rows, token_offset)
-        if self.tiers.config.store_count == "new":
-            return stored
+        stored = self.tiers.store_checked(refs, ids, rows, token_offset)
         # A consumer takes less than its chunks for "pool full" and stores all of them again at every step, so chunks
-        # that were here before count as well.
-        return self.tiers.held([ref for ref in refs if ref.start >= token_offset], rows)
+        # that were here before count as well, unless ``store_count`` says otherwise.
+        return stored.new if self.tiers.config.store_count == "new" else stored.held
 
     @_never_the_engines_trouble(dict)
     def _retrieve(

@@ -49,11 +49,10 @@ class Copier:
         io.register(CopyJob, lambda job: job.copies.help())
 
     def copy_in(self, rows: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Copy rows of one layer into their slots.
+        """Copy rows of one layer, outside autograd, into their slots.
 
         A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
         """
-        rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
         pairs = copy_pairs(self._arena, rows, moves)
         if rows.is_cuda:
             stream = self._stream(rows.device)

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: With so few reads there is nothing that torch's threads could get in the way of.
 _FEW_READS = 2
+#: Bytes up to which the C library keeps freed memory itself, touched, so that recycling it here gains nothing.
+_SMALL_RESULT = 1 << 20
 
 
 class Outputs(Protocol):
@@ -143,7 +145,10 @@ class Retrieve:
         if self._pin:
             # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
             return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
-        return self._core.pool.get(tokens * hidden_dim * dtype.itemsize).rows(tokens, hidden_dim, dtype)
+        nbytes = tokens * hidden_dim * dtype.itemsize
+        if nbytes <= _SMALL_RESULT:
+            return torch.empty(tokens, hidden_dim, dtype=dtype)
+        return self._core.pool.get(nbytes).rows(tokens, hidden_dim, dtype)
 
     def _copy_hot(self, refs: Sequence[ChunkRef], walk: PromptWalk, rows: Mapping[int, torch.Tensor]) -> None:
         parts = []

@@ -258,7 +258,7 @@ class Share:
             }
             # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
             ids = bytes(ref.start * TOKEN_BYTES) + fetched.header.token_ids
-            stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC) if rows else 1
+            stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC).new if rows else 1
         finally:
             with core.lock:
                 core.callers -= 1

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +21,20 @@ from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.read import Headers
 from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES
-from lmcache_hs_backend.tiers.state import making_room, storing
+from lmcache_hs_backend.tiers.state import making_room, reading, storing
 from lmcache_hs_backend.tiers.state.entries import Slot
 from lmcache_hs_backend.tiers.state.storing import MissingLayers, StorePlan
 from lmcache_hs_backend.tiers.state.writing import Demand, is_pressed
 
 #: A pin that ends makes room without a notification, so a waiting store looks again this often.
 _LOOK_AGAIN_SEC = 0.05
+
+
+class Stored(NamedTuple):
+    """What a call of store has come to."""
+
+    new: int  # chunks that newly hold at least one of the layers; one recovered from disk counts once, too
+    held: int  # chunks of the call's range that hold all of the layers when it returns
 
 
 class Store:
@@ -47,17 +55,18 @@ class Store:
         rows: Mapping[int, torch.Tensor],
         row_offset: int,
         wait_sec: float | None = None,
-    ) -> int:
+    ) -> Stored:
         """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
 
-        ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of DTYPE_NAMES, on any device; a chunk has at most
-        format.header.MAX_LAYERS, further ones are left out. ``ids``: all token ids. Returns the number of chunks that
-        newly hold one of the layers; a chunk recovered from disk counts the first time it is stored in this process,
-        though nothing is copied. ``wait_sec``: how long to wait for room; None: the setting's time.
+        ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of DTYPE_NAMES, on any device, outside autograd; a
+        chunk has at most format.header.MAX_LAYERS, further ones are left out. ``ids``: all token ids. A chunk
+        recovered from disk counts as new the first time it is stored in this process, though nothing is copied.
+        ``wait_sec``: how long to wait for room; None: the setting's time.
         """
         core, state = self._core, self._core.state
         began = time.monotonic()
         deadline = began + (core.config.store_wait_ms / 1000 if wait_sec is None else wait_sec)
+        layer_idxs = rows.keys()
         if len(rows) > MAX_LAYERS:
             rows = dict(itertools.islice(rows.items(), MAX_LAYERS))
         if row_offset:
@@ -67,6 +76,7 @@ class Store:
         answers = core.presence([ref.kv_key for ref in refs], True)
         with core.lock:
             plan = storing.plan_store(state, refs, specs, answers, time.monotonic_ns())
+            held = 0 if plan.missing else reading.held(state, refs, layer_idxs)
         stored, missing, done = plan.stored, plan.missing, 0
         if missing:
             demand = Demand(state, began)
@@ -85,8 +95,9 @@ class Store:
                 with core.lock:
                     demand.end()
                     storing.end_store(state, plan.refs)
+                    held = 0 if core.closed else reading.held(state, refs, layer_idxs)
         core.metrics.add("stored_chunks", stored)
-        return stored
+        return Stored(stored, held)
 
     def _place(
         self, missing: Sequence[MissingLayers], refs: Sequence[ChunkRef], deadline: float, demand: Demand
@@ -156,9 +167,9 @@ class Store:
     ) -> int:
         """The copied rows become part of their chunks; how many chunks are newly counted."""
         core = self._core
-        created_at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
         def describe(ref: ChunkRef) -> Description:
+            created_at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             meta = ChunkMeta(
                 ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
                 self._model, created_at, self._capture,

@@ -14,7 +14,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYP
 
 
 def checked_rows(rows: torch.Tensor, least: int, most: int | None = None) -> torch.Tensor:
-    """Rows in a dtype that is kept: float64 becomes float32, everything else stays as it is.
+    """Rows in a dtype that is kept, outside autograd: float64 becomes float32, everything else stays as it is.
 
     Args:
         rows: ``[num_tokens, hidden_dim]``, float.
@@ -33,7 +33,7 @@ def checked_rows(rows: torch.Tensor, least: int, most: int | None = None) -> tor
         )
     if rows.shape[1] == 0:
         raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
-    rows = rows.detach()
+    rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
     if rows.dtype in DTYPE_NAMES:
         return rows
     if not rows.dtype.is_floating_point:
