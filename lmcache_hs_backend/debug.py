@@ -236,7 +236,7 @@ class StoreDebug:
         copier = self._store._copier
         copy_in = copier.copy_in
 
-        def copy(rows: torch.Tensor, moves: Iterable[Move]) -> None:
+        def copy(rows: torch.Tensor, moves: Sequence[Move]) -> None:
             copy_in(rows, moves)
             hook()
 

@@ -48,7 +48,7 @@ class Copier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         io.register(CopyJob, lambda job: job.copies.help())
 
-    def copy_in(self, rows: torch.Tensor, moves: Iterable[Move]) -> None:
+    def copy_in(self, rows: torch.Tensor, moves: Sequence[Move]) -> None:
         """Copy rows of one layer, outside autograd, into their slots.
 
         A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
@@ -69,7 +69,7 @@ class Copier:
         if device.type == "cuda":
             self._stream(device).synchronize()
 
-    def copy_out(self, parts: Iterable[tuple[torch.Tensor, Iterable[Move]]], *, reading: bool = False) -> None:
+    def copy_out(self, parts: Iterable[tuple[torch.Tensor, Sequence[Move]]], *, reading: bool = False) -> None:
         """Copy slots into rows, layer by layer, converting to the dtype of the rows.
 
         ``reading``: I/O threads read for the caller, who keeps out of their way.
@@ -80,16 +80,18 @@ class Copier:
 
     def copy(self, pairs: Sequence[CopyPair], *, reading: bool = False) -> None:
         """Copy all pairs, converting. Raises what a copy raises, when no thread works on any of them any more."""
-        if not reading and self._io.working and sum(map(pair_bytes, pairs)) < _TEAM_BYTES:
+        threads = torch.get_num_threads()
+        if threads > 1 and not reading and self._io.working and sum(map(pair_bytes, pairs)) < _TEAM_BYTES:
             with alone():
                 copy_all(pairs)
             return
-        if not reading and (len(pairs) <= _FEW_PAIRS or all(pair_bytes(pair) >= _TEAM_BYTES for pair in pairs)):
+        few = len(pairs) <= _FEW_PAIRS
+        if threads == 1 or (not reading and (few or all(pair_bytes(pair) >= _TEAM_BYTES for pair in pairs))):
             for target, source in pairs:  # in the caller's mode, as the result was made
                 target.copy_(source)
             return
         pieces = pieces_of(pairs)
-        helpers = min(len(pieces), torch.get_num_threads(), self._io.count + 1) - 1
+        helpers = min(len(pieces), threads, self._io.count + 1) - 1
         copies = SharedCopies(pieces)
         if helpers > 0:
             self._io.submit_if_idle([CopyJob(copies) for _ in range(helpers)], only_idle=not reading)

@@ -5,7 +5,7 @@ Slots that follow each other both in the tensor and, without a gap, in memory ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -18,8 +18,11 @@ from lmcache_hs_backend.tiers.memory.copies import CopyPair
 Move = tuple[int, int, tuple[int, int, LayerSpec]]
 
 
-def copy_pairs(arena: Arena, rows: torch.Tensor, moves: Iterable[Move]) -> list[CopyPair]:
+def copy_pairs(arena: Arena, rows: torch.Tensor, moves: Sequence[Move]) -> list[CopyPair]:
     """Pairs of equal shape: rows of the tensor, and the memory of one or more slots."""
+    if len(moves) == 1:
+        first_row, num_tokens, slot = moves[0]
+        return [_pair(arena, rows, first_row, num_tokens, slot[0], slot[2])]
     pairs: list[CopyPair] = []
     spec: LayerSpec | None = None
     # The run so far; ``end`` is where its next slot would begin.
