@@ -7,11 +7,15 @@ error; wrong usage (an unknown option or command) is argparse's, with exit statu
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import yaml
 
 from lmcache_hs_backend.cli.console import CommandError
 
@@ -90,6 +94,37 @@ def duration(text: str) -> float:
     if match is None or match[2] not in _TIME_UNITS:
         raise _wrong(text, "a time such as 90s, 30min, 12h or 7d")
     return float(match[1]) * _TIME_UNITS[match[2]]
+
+
+def shared_options(text: str) -> dict[str, Any]:
+    """obstore's options for a URL: a JSON table, or a file with one, which may be LMCache's own configuration."""
+    value: Any = text
+    if not text.lstrip().startswith("{"):
+        try:
+            with open(os.path.expanduser(text), encoding="utf-8") as file:
+                value = yaml.safe_load(file)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise argparse.ArgumentTypeError(f"is {text}, which cannot be read: {error}") from None
+        if isinstance(value, dict) and isinstance(value.get("extra_config"), dict):
+            found = [each for key, each in value["extra_config"].items() if key.endswith(".shared_options")]
+            value = found[0] if found else {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, dict):
+        raise _wrong(text, """a table such as '{"endpoint": "http://host:9000"}', or a JSON or YAML file with one""")
+    return value
+
+
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """``--shared-options``."""
+    parser.add_argument(
+        "--shared-options", metavar="JSON|FILE", type=shared_options,
+        help="options of a URL, as in the setting shared_options: a JSON table, or a file with it or with LMCache's "
+        "configuration. Keys, regions and endpoints also come from AWS_*, GOOGLE_* and AZURE_* variables",
+    )  # fmt: skip
 
 
 def moment(text: str) -> int:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from lmcache_hs_backend import __version__
 from lmcache_hs_backend.cli import show_sample
-from lmcache_hs_backend.cli.arguments import Parser, at_least, fraction
+from lmcache_hs_backend.cli.arguments import Parser, add_shared_options, at_least, fraction, size
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
 from lmcache_hs_backend.dataset import chains
 from lmcache_hs_backend.dataset.chains import read_once
@@ -46,6 +46,7 @@ from lmcache_hs_backend.dataset.journal import STATE, Rejected, read_head
 from lmcache_hs_backend.dataset.masks import KINDS
 from lmcache_hs_backend.dataset.norm_kinds import KINDS as NORM_KINDS
 from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, plan_norm
+from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, is_url, url_options
 
 PROGRAM = "lmcache-hs-extract"
 
@@ -57,7 +58,20 @@ def _parser() -> Parser:
         "merged; the same chunk found twice counts once. `show SET [N]` shows a sample of what was written.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    parser.add_argument("cold_path", nargs="+", metavar="COLD_PATH", help="as in the setting cold_path")
+    parser.add_argument(
+        "cold_path", nargs="+", metavar="COLD_PATH",
+        help="as in the setting cold_path; or the URL of a shared tier, as in shared_url, which is read as it is",
+    )  # fmt: skip
+    add_shared_options(parser)
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where objects that several samples share are kept (default: the user's cache)",
+    )
+    parser.add_argument(
+        "--cache-size", metavar="SIZE", type=size, default=int(DEFAULT_CACHE_GB * 2**30),
+        help=f"how much of them, in GB or with a unit; 0: none (default: {DEFAULT_CACHE_GB:g})",
+    )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="the trainer that will read it")
     parser.add_argument(
@@ -145,11 +159,12 @@ def _extract(args: argparse.Namespace) -> int:
         cold_paths=tuple(args.cold_path), model=args.model, layers=args.layers, last_layer=args.last_layer,
         sequences=args.sequences, loss_mask=args.loss_mask, tokenizer=args.tokenizer, min_tokens=args.min_tokens,
         max_tokens=args.max_tokens, shard=args.shard, limit=args.limit, chunk_size=args.chunk_size,
-        uses_last=kind.uses_last,
+        uses_last=kind.uses_last, urls=url_options(args.shared_options, args.cache_dir, args.cache_size),
     )  # fmt: skip
     say: Callable[[str], None] = (lambda text: None) if args.quiet else print
     out = os.path.realpath(args.out)
-    for cold_path in (os.path.realpath(os.path.expanduser(path)) for path in args.cold_path):
+    paths = [path.removeprefix("file://") for path in args.cold_path if not is_url(path)]
+    for cold_path in (os.path.realpath(os.path.expanduser(path)) for path in paths):
         if os.path.commonpath((out, cold_path)) == cold_path:
             raise CommandError(f"--out {args.out} lies in the cold path {cold_path}, in which nothing is to be changed")
     try:
@@ -283,7 +298,9 @@ def _check_options(former: dict[str, Any], args: argparse.Namespace) -> None:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that decide what is written, as JSON has them."""
-    beside = ("out", "workers", "resume", "dry_run", "quiet", "strict")
+    beside = (
+        "out", "workers", "resume", "dry_run", "quiet", "strict", "shared_options", "cache_dir", "cache_size",
+    )  # fmt: skip
     options = {name: value for name, value in vars(args).items() if name not in beside}
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
 

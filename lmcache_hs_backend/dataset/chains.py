@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeVar
 from lmcache_hs_backend.chunk import TOKEN_BYTES, token_bytes
 from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected
 from lmcache_hs_backend.dataset.forest import UsableForest
-from lmcache_hs_backend.dataset.index import ChunkIndex, sequence_files
+from lmcache_hs_backend.dataset.index import ChunkIndex
+from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.chunk_forest import FIRST
 from lmcache_hs_backend.format.request_log import RequestRecord, Spans, read_records
 
@@ -71,7 +72,7 @@ def leaves(forest: UsableForest, report: Report) -> list[Sample]:
 
 def requests(forest: UsableForest, report: Report) -> list[Sample]:
     """One sequence per request record, in the order of the records. The same request twice counts once."""
-    paths = sequence_files(forest.index)
+    paths = forest.index.record_files()
     if not paths:
         raise DatasetError(
             "there are no request records (sequences/*.jsonl) beside the chunks; use --sequences leaves or dataset:PATH"
@@ -82,7 +83,7 @@ def requests(forest: UsableForest, report: Report) -> list[Sample]:
         by_prefix.setdefault(chunks[position].prefix, position)
     found: dict[RequestRecord, int | None] = {}
     wanted: dict[int, dict[int, set[bytes]]] = {}
-    for record in _records(paths, report):
+    for record in _records(forest.index.files, paths, report):
         if record in found:
             continue
         found[record] = last = by_prefix.get(record.prefix)
@@ -104,9 +105,9 @@ def requests(forest: UsableForest, report: Report) -> list[Sample]:
     return result
 
 
-def _records(paths: Iterable[str], report: Report) -> Iterator[RequestRecord]:
+def _records(files: FileLayer, paths: Iterable[str], report: Report) -> Iterator[RequestRecord]:
     for path in paths:
-        for record in read_records(path):
+        for record in read_records(path, files):
             if isinstance(record, RequestRecord):
                 yield record
             else:  # a line cut short by a crash, of another version, or not ours

@@ -18,9 +18,10 @@ from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
 from lmcache_hs_backend.format.chunk_forest import FIRST, MISSING
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
-from lmcache_hs_backend.format.layout import ARCHIVE, chunk_path
+from lmcache_hs_backend.format.layout import ARCHIVE, SEQUENCES, chunk_path
+from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath
-from lmcache_hs_backend.format.request_log import record_files
+from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions, is_url
 
 
 class ChunkFile(NamedTuple):
@@ -80,36 +81,40 @@ class ChunkIndex:
         looked_at: Callable[[int], None] = lambda count: None,
         *,
         chunk_size: int | None = None,
+        urls: UrlOptions | None = None,
     ) -> None:
         """Read every header. ``model`` chooses where there are several: ``NAME``, ``NAME@REVISION`` or
         ``NAME@REVISION/KV_DTYPE``; ``chunk_size`` where there are chunks of several sizes, which would give every
-        sequence once for each. ``looked_at`` is told of every chunk.
+        sequence once for each. ``looked_at`` is told of every chunk. ``urls`` says how URLs are read.
 
         Raises DatasetError when a path is no cold path, when the rows of several models, or chunks of several
         sizes, would be mixed, or when there is no chunk.
         """
-        self.files = FileLayer()
+        self.files: FileLayer = UrlFiles(urls) if any(map(is_url, cold_paths)) else FileLayer()
         self.problems: Counter[str] = Counter()  # files that could not be read as chunks, by reason
         self.num_files = 0
         self.model = ""  # the label of the model, see above
         self.namespaces: list[dict[str, Any]] = []  # records of the namespaces that have chunks of the model
-        self.sequence_dirs: list[str] = []  # where request records of this model may lie
+        self._records: list[str] = []  # files of request records of this model
+        self._unlisted = ""  # why there may be more
         self._layouts: dict[FileLayout, FileLayout] = {}
         self._spaces: dict[tuple[Any, ...], int] = {}
         self._captures: dict[str, str] = {}
         found: dict[tuple[int, bytes, int], _Found] = {}
         seen: set[str] = set()
         known: set[str] = set()
+        directories: set[str] = set()
         for cold_path in cold_paths:
-            if not os.path.isdir(os.path.expanduser(cold_path)):
+            if "://" not in cold_path and not os.path.isdir(os.path.expanduser(cold_path)):
                 raise NothingThere(f"{cold_path} is not a directory; name a cold path, as in the setting cold_path")
             try:
-                reader = ColdTierReader(cold_path)
+                reader = ColdTierReader(cold_path, files=self.files)
             except NotAColdPath as error:
                 raise NothingThere(str(error)) from None
-            if os.path.realpath(reader.cold_path) in seen:
+            where = os.path.realpath(reader.cold_path) if reader.source.is_local else reader.cold_path
+            if where in seen:
                 continue
-            seen.add(os.path.realpath(reader.cold_path))
+            seen.add(where)
             for info in reader.chunks():
                 label = model_label(info.namespace.record)
                 known.add(label)
@@ -131,6 +136,10 @@ class ChunkIndex:
                         f"other; choose with --chunk-size"
                     )
                 self._add(info, found)
+                if info.header is not None and info.namespace.directory not in directories:
+                    directories.add(info.namespace.directory)
+                    self.namespaces.append(info.namespace.record)
+                    self._find_records(reader, info.namespace)
                 looked_at(1)
         if not found:
             which = "" if model is None else f" of {model!r}; there are: {', '.join(sorted(known)) or 'none'}"
@@ -145,6 +154,12 @@ class ChunkIndex:
     def captures(self) -> list[str]:
         """What the writers of the chunks knew about them, each text once."""
         return list(self._captures)
+
+    def record_files(self) -> list[str]:
+        """The files of request records beside the chunks, in a fixed order. Raises DatasetError."""
+        if self._unlisted:
+            raise DatasetError(self._unlisted)
+        return self._records
 
     def chain(self, position: int) -> list[int]:
         """The chunks from a sequence's first to this one."""
@@ -176,15 +191,18 @@ class ChunkIndex:
 
     # -- building --------------------------------------------------------------------------------------
 
+    def _find_records(self, reader: ColdTierReader, namespace: NamespaceDirectory) -> None:
+        try:
+            self._records += reader.source.records(namespace)
+        except OSError as error:
+            self._unlisted = f"{namespace.directory}/{SEQUENCES} cannot be listed: {error.strerror}"
+
     def _add(self, info: ChunkInfo, found: dict[tuple[int, bytes, int], _Found]) -> None:
         header = info.header
         if header is None:
             self.problems[info.reason] += 1
             return
-        directory, record = info.namespace.directory, info.namespace.record
-        if directory not in self.sequence_dirs:
-            self.sequence_dirs.append(directory)
-            self.namespaces.append(record)
+        record = info.namespace.record
         meta = header.meta
         capture = self._captures.setdefault(meta.capture, meta.capture)
         chunk = found.get((meta.start, meta.prefix, meta.num_tokens))
@@ -243,8 +261,3 @@ def model_label(record: dict[str, Any]) -> str:
 
 def _chosen(model: str, label: str) -> bool:
     return label == model or (label.startswith(model) and label[len(model)] in "@/")
-
-
-def sequence_files(index: ChunkIndex) -> list[str]:
-    """The files of request records beside the chunks of an index, in a fixed order."""
-    return [path for directory in index.sequence_dirs for path in record_files(directory)]

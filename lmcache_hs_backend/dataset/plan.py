@@ -22,6 +22,7 @@ from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.masks import LossMask
 from lmcache_hs_backend.dataset.prepared import MASK_COLUMNS, Prepared, given_mask, ids_of, open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
+from lmcache_hs_backend.format.url_files import UrlOptions
 
 DATASET = "dataset:"
 
@@ -43,6 +44,7 @@ class Choice:
     max_tokens: int | None = None
     shard: tuple[int, int] = (1, 1)
     limit: int | None = None
+    urls: UrlOptions | None = None  # how cold paths are read that are URLs
 
     @property
     def mask_kind(self) -> str:
@@ -138,7 +140,7 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
         raise DatasetError(
             f"{prepared.path} has no column {' or '.join(MASK_COLUMNS)}; name the tokens to train on with --loss-mask"
         )
-    index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size)
+    index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size, urls=choice.urls)
     stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
     layers, warnings = choose_layers(
         Capture.of(index.captures), stored, choice.layers, choice.last_layer, uses_last=choice.uses_last

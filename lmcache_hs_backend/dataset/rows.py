@@ -7,6 +7,7 @@ side of the final norm that the last layer is on. A sample that fails is a ``Row
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -20,12 +21,14 @@ from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.index import ChunkFile, ChunkIndex, IndexedChunk
-from lmcache_hs_backend.format.chunk_file import read
+from lmcache_hs_backend.format.chunk_file import announce, read
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 _IDLE_BYTES = 512 << 20
+#: Chunks of a sample that are asked for before they are read.
+_AHEAD = 8
 
 #: How many rows of a sample tell which side of the norm they are on: one may look normed by chance, most do not.
 _NORM_ROWS = 4096
@@ -105,7 +108,12 @@ class RowReader:
         digest = xxhash.xxh3_128()
         dtypes: dict[int, str] = {}
         normed = judged = 0
-        for position in self._index.chain(sample.last):
+        chain = self._index.chain(sample.last)
+        for position in chain[:_AHEAD]:
+            self._announce(position)
+        for at, position in enumerate(chain):
+            for later in chain[at + _AHEAD : at + _AHEAD + 1]:
+                self._announce(later)
             chunk = self._index.chunks[position]
             take = min(chunk.num_tokens, count - chunk.start)
             span = slice(chunk.start, chunk.start + take)
@@ -141,6 +149,13 @@ class RowReader:
                 f"layer was captured {'after' if self._stored_normed else 'before'} it",
             )
         return Rows(ids, aux, last, both)
+
+    def _announce(self, position: int) -> None:
+        """Where a read is a request, begin it: several chunks of a sample come side by side."""
+        for file in self._index.chunks[position].files[:1]:
+            with contextlib.suppress(OSError):  # the read itself says why
+                again = position not in self._read_once
+                announce(self._index.files, file.path, file.layout, self._layers.slots, again=again)
 
     def _empty(self, count: int, layers: int, hidden: int) -> torch.Tensor:
         """Recycled memory for results: fresh pages cost more than what is done with them."""

@@ -1,18 +1,20 @@
 """``HiddenStateDataset``: a cold path as a torch Dataset, rows straight from the chunks.
 
-For a training loop of one's own. Nothing is written; a sample is read and checked when it is asked for, and
-only the layers asked for are read. Picklable, so it works with DataLoader workers of every start method.
+For a training loop of one's own. Nothing is written but the cache of what URLs give; a sample is read and checked when
+it is asked for, and only the layers asked for are read. Picklable, so it works with DataLoader workers of every start
+method; where a path is a URL (``s3://``, …), of every one but fork, which the client of a bucket does not survive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
 
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
+from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, url_options
 
 
 class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
@@ -37,11 +39,14 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
         max_tokens: int | None = None,
         final_norm: str | None = None,
         norm_kind: str | None = None,
+        shared_options: Mapping[str, Any] | None = None,
+        cache_dir: str | None = None,
+        cache_gb: float = DEFAULT_CACHE_GB,
     ) -> None:
         """Look through the cold paths and plan the samples. Arguments mean what the extractor's options mean.
 
         Args:
-            cold_paths: One or more cold paths. The same chunk found twice counts once.
+            cold_paths: One or more cold paths, or URLs of shared tiers. The same chunk found twice counts once.
             layers: Storage slots of the auxiliary layers, in the order of the columns; None: all but the last.
             last_layer: Storage slot of the last layer; None: the one that the capture names.
             sequences: ``leaves``, ``requests`` or ``dataset:PATH``: what becomes a sample.
@@ -53,6 +58,9 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
             final_norm: Directory of the model. ``last_hidden_states`` are then after its final norm, which is
                 applied where they were stored before it.
             norm_kind: Which norm that is, where the model's type does not tell.
+            shared_options: obstore's options for URLs, as the setting of that name; see ``ColdTierReader``.
+            cache_dir: Where rows that came from a URL are kept for the next epoch; None: in the user's cache directory.
+            cache_gb: GB (1024³ bytes) of them, at most; 0: none.
 
         Raises:
             DatasetError: The paths, layers or options do not fit what is stored; says what does.
@@ -67,6 +75,7 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
             tokenizer=tokenizer,
             min_tokens=min_tokens,
             max_tokens=max_tokens,
+            urls=url_options(shared_options, cache_dir, int(cache_gb * 2**30)),
         )
         self.plan: Plan = make_plan(choice)
         norm = plan_norm(self.plan, None if final_norm is None else True, final_norm, norm_kind)

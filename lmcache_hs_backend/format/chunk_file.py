@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,6 +43,7 @@ from lmcache_hs_backend.format.layout import temporary_name
 from lmcache_hs_backend.format.pages import ALIGN, align
 from lmcache_hs_backend.format.shared_names import is_name_of
 
+_GAP = 1 << 20  # bytes of layers not wanted that are read along, as another request would take longer
 _PIECE = 4 << 20  # bytes that are read at a time where a whole layer need not be in memory
 _ANY_TIME: AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -68,7 +69,10 @@ _preambles = _Preambles()
 
 
 class FileLayer:
-    """The system calls of the cold tier, in one object, so that tests can make disks fail for real."""
+    """The system calls of the cold tier, in one object, so that tests can make disks fail for real.
+
+    ``UrlFiles`` reads objects by the same calls.
+    """
 
     open = staticmethod(os.open)
     close = staticmethod(os.close)
@@ -82,6 +86,16 @@ class FileLayer:
     mkdir = staticmethod(os.mkdir)
     fsync = staticmethod(os.fsync)
     statvfs = staticmethod(os.statvfs)
+
+    def will_read(self, path: str, nbytes: int = 0, size: int | None = None, *, again: bool = False) -> None:
+        """A file is opened and read soon. Files need no such notice; where a read is a request, it begins now.
+
+        Args:
+            path: The file.
+            nbytes: How much of its beginning is read; 0: its header.
+            size: Of the whole file, where it is known.
+            again: Whether it is likely to be read again, so that it is worth a copy nearby.
+        """
 
 
 def direct_refusal(files: FileLayer, directory: str) -> OSError | None:
@@ -288,6 +302,7 @@ def read(
     The file must still be the chunk ``name`` with that prefix digest and layout. Raises BadChunk (whatever ``into``
     then holds) or OSError.
     """
+    announce(files, path, layout, into, again=not direct)
     preamble = fetch(files, path, layout, into, direct=direct)
     header = _parse_known(preamble, name, prefix, layout)
     if verify:
@@ -332,6 +347,18 @@ def fetch(
     finally:
         files.close(fd)
     return bytes(preamble)
+
+
+def announce(
+    files: FileLayer, path: str, layout: FileLayout, layer_idxs: Collection[int], *, again: bool = True
+) -> None:
+    """Say that some layers of a file are read soon: the beginning up to the last one that no large gap precedes."""
+    end = reached = layout.preamble_bytes
+    for spec in layout.layers:
+        reached += spec.nbytes(layout.num_tokens)
+        if spec.layer_idx in layer_idxs and reached - spec.nbytes(layout.num_tokens) - end <= _GAP:
+            end = reached
+    files.will_read(path, end, layout.size, again=again)
 
 
 def check(

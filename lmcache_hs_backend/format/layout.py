@@ -161,10 +161,12 @@ def scan_flat(directory: str) -> Iterator[FoundFile]:
 
 
 class ChunkPath(NamedTuple):
-    """A chunk's file by its name, not looked at yet."""
+    """A chunk's file by its name, not looked at yet. ``size`` is -1 where the listing does not tell it."""
 
     path: str
     name: bytes
+    size: int = -1
+    mtime_ns: int = 0
 
 
 def subdirectories(path: str) -> list[str]:

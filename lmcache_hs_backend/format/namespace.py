@@ -83,10 +83,19 @@ def read_record(directory: str) -> dict[str, Any]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            record = json.loads(os.read(fd, MAX_RECORD_BYTES))
+            text = os.read(fd, MAX_RECORD_BYTES)
         finally:
             os.close(fd)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise NamespaceRecordError(f"{path}: {error}") from None
+    return parse_record(text, path)
+
+
+def parse_record(text: bytes, path: str) -> dict[str, Any]:
+    """The contents of a ``namespace.json``; ``path`` is for the error. Raises NamespaceRecordError."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise NamespaceRecordError(f"{path}: {error}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise NamespaceRecordError(f"{path} does not describe a namespace of hidden states")

@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,12 +56,23 @@ class Answer(Enum):
 
 
 class Reply(NamedTuple):
-    """An answer, and what came with it. ``why``: the reason of a failure, in one line."""
+    """An answer, and what came with it.
+
+    Attributes:
+        answer: What became of the request.
+        body: The bytes that were asked for.
+        e_tag: Of this version of the object.
+        why: The reason of a failure, in one line.
+        size: Bytes of the whole object.
+        modified: When it was written, in seconds since 1970.
+    """
 
     answer: Answer
     body: memoryview = memoryview(b"")
     e_tag: str | None = None
     why: str = ""
+    size: int = 0
+    modified: float = 0.0
 
 
 class Found(NamedTuple):
@@ -145,13 +157,18 @@ class Objects:
         return self._do(request)
 
     def get_range(self, path: str, begin: int, end: int) -> Reply:
-        """Bytes of an object, fewer where it ends before; the tag, for ``replace``, comes along."""
+        """Bytes of an object, fewer where it ends before; tag, size and time of the object come along."""
 
         def request() -> Reply:
             result = self._obstore.get(self._store, path, options={"range": (begin, end)})
-            return Reply(Answer.OK, memoryview(result.bytes()), result.meta.get("e_tag"))
+            meta = result.meta
+            body, modified = memoryview(result.bytes()), meta["last_modified"].timestamp()
+            return Reply(Answer.OK, body, meta.get("e_tag"), size=meta["size"], modified=modified)
 
-        return self._do(request)
+        reply = self._do(request)
+        if begin == 0 and reply.answer is Answer.FAILED and re.search(r"\b416\b", reply.why):
+            return Reply(Answer.OK)  # there is nothing to read in an empty object
+        return reply
 
     def delete(self, paths: Sequence[str]) -> Reply:
         """Delete objects; those that are not there do not matter."""
@@ -162,10 +179,21 @@ class Objects:
 
         return self._do(request)
 
+    def subfolders(self, folder: str = "") -> list[str]:
+        """What lies directly in a folder and has objects below it, as paths. Raises OSError."""
+        if _forked:
+            raise OSError(errno.EIO, FORKED, self.url)
+        try:
+            return sorted(self._obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"])
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # noqa: BLE001 - whatever obstore's stores raise
+            raise OSError(errno.EIO, f"cannot be listed: {_one_line(error)}", self.url) from None
+
     def list(self, folder: str = "") -> Iterator[Found]:
         """All objects below a folder, in the order of their paths. Raises OSError when the listing fails."""
         if _forked:
-            raise OSError(_FORKED)
+            raise OSError(errno.EIO, FORKED, self.url)
         try:
             for page in self._obstore.list(self._store, folder or None, chunk_size=_LIST_PAGE):
                 for item in page:
@@ -173,11 +201,11 @@ class Objects:
         except FileNotFoundError:
             return
         except Exception as error:  # noqa: BLE001 - whatever obstore's stores raise
-            raise OSError(f"{self.url} cannot be listed: {_one_line(error)}") from None
+            raise OSError(errno.EIO, f"cannot be listed: {_one_line(error)}", self.url) from None
 
     def _do(self, request: Any) -> Reply:
         if _forked:
-            return Reply(Answer.OFFLINE, why=_FORKED)
+            return Reply(Answer.OFFLINE, why=FORKED)
         known = self._exceptions
         try:
             reply: Reply = request()
@@ -194,12 +222,16 @@ class Objects:
             return Reply(Answer.DENIED if denied else Answer.FAILED, why=text)
 
 
-_FORKED = "this process was forked from one that had used the bucket; use spawn or forkserver"
+FORKED = "this process was forked from one that had used the bucket; use spawn or forkserver"
+
+
+_ENDPOINT_OPTIONS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL")  # what obstore looks at
 
 
 def _cloud_settings(url: str, options: Mapping[str, Any], timeout_sec: float, retries: int) -> dict[str, Any]:
     named = {str(key): value for key, value in options.items()}
-    endpoint = str(named.get("endpoint") or named.get("aws_endpoint") or os.environ.get("AWS_ENDPOINT") or "")
+    endpoint = str(next(filter(None, [*map(named.get, _ENDPOINT_OPTIONS), *map(os.environ.get, _ENDPOINTS)]), ""))
     plain = endpoint.startswith("http://")
     settings: dict[str, Any] = {}
     if url.startswith("s3://"):

@@ -1,4 +1,4 @@
-"""Reading a cold path from outside: no store, no lock, no LMCache.
+"""Reading a cold path, or a shared tier by its URL, from outside: no store, no lock, no LMCache.
 
 For command-line tools and data sets. A running engine may write, rename and delete files at the same time; what
 vanishes or is not a chunk is reported as such and never stops the reader. Nothing is ever changed.
@@ -10,19 +10,18 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from lmcache_hs_backend.format.chunk_file import FileLayer, open_regular, read_open_header
+from lmcache_hs_backend.format.chunk_sources import ChunkSource, Folder, NotAColdPath, source_of
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
-from lmcache_hs_backend.format.layout import RECORD, ChunkPath, FoundFile, chunk_files, chunk_folders
-from lmcache_hs_backend.format.namespace import (
-    NamespaceDirectory,
-    NamespaceRecordError,
-    find_namespaces,
-    read_record,
-)
-from lmcache_hs_backend.format.shared_names import VERSION_FOLDER, is_name_of
+from lmcache_hs_backend.format.layout import RECORD, ChunkPath, FoundFile
+from lmcache_hs_backend.format.namespace import NamespaceDirectory, NamespaceRecordError, read_record
+from lmcache_hs_backend.format.shared_names import is_name_of
+from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions, is_url
+
+__all__ = ["STATES", "ChunkInfo", "ColdTierReader", "NotAColdPath", "Place", "read_files", "read_place"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +30,6 @@ STATES = ("cold", "archived")
 #: How many files are open ahead; a header has seldom more bytes than are asked for in advance.
 _AHEAD = 64
 _AHEAD_BYTES = 8192
-
-_FILES = FileLayer()
-
-
-class NotAColdPath(Exception):
-    """There is no namespace under a path, or only ones of a version that this program does not know."""
 
 
 class ChunkInfo(NamedTuple):
@@ -63,14 +56,6 @@ class ChunkInfo(NamedTuple):
         return self.problem.partition(":")[0]
 
 
-class Folder(NamedTuple):
-    """One of the 256 directories of a namespace, or of its archive."""
-
-    namespace: NamespaceDirectory
-    state: str
-    path: str
-
-
 class Place(NamedTuple):
     """Where a chunk file is."""
 
@@ -80,27 +65,36 @@ class Place(NamedTuple):
 
 
 class ColdTierReader:
-    """The chunks of a cold path, namespace by namespace. Takes no lock, imports no torch, changes nothing.
+    """The chunks of a cold path or URL, namespace by namespace. Takes no lock, imports no torch, changes nothing.
 
     Attributes:
-        cold_path: Its absolute path.
+        cold_path: Its absolute path; the URL of objects.
+        source: Lists it.
+        files: Opens what is listed.
         namespaces: Those that can be read.
         left_out: Directories that look like namespaces and cannot be used, each with the reason.
     """
 
-    def __init__(self, cold_path: str) -> None:
-        """Find the namespaces below a path.
+    def __init__(
+        self, cold_path: str, *, shared_options: Mapping[str, Any] | None = None, files: FileLayer | None = None
+    ) -> None:
+        """Find the namespaces below a path or URL.
 
         Args:
-            cold_path: The directory that ``cold_path`` of the settings names; ``~`` is expanded. Or a ``file://`` URL
-                that ``shared_url`` names.
+            cold_path: The directory that ``cold_path`` of the settings names; ``~`` is expanded. Or the URL that
+                ``shared_url`` names: ``file:///directory``, ``s3://``, ``gs://`` or ``az://``, read as it is.
+            shared_options: obstore's options for a URL, as the setting of that name. Keys, regions and endpoints also
+                come from the usual environment variables (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
+            files: Opens the files, in place of a layer of its own.
 
         Raises:
             NotAColdPath: There is no namespace that this version can read; one line says why.
         """
-        self.cold_path = os.path.abspath(os.path.expanduser(_directory_of(cold_path)))
+        files = files or (UrlFiles(UrlOptions(shared_options or {})) if is_url(cold_path) else FileLayer())
+        self.source: ChunkSource = source_of(cold_path, files)
+        self.cold_path, self.files = self.source.address, self.source.files
         try:
-            self.namespaces, self.left_out = find_namespaces(self.cold_path)
+            self.namespaces, self.left_out = self.source.namespaces()
         except OSError as error:
             raise NotAColdPath(f"{cold_path} is not a cold path: {error.strerror}") from None
         if not self.namespaces:
@@ -114,14 +108,14 @@ class ColdTierReader:
         for namespace in self.namespaces:
             for state in STATES:
                 try:
-                    for folder in folders_of(namespace, state):
-                        yield from read_files(folder, chunk_files(folder.path))
+                    for folder in self.source.folders(namespace, state):
+                        yield from read_files(self.files, folder, self.source.chunks(folder))
                 except OSError as error:
                     logger.warning("passed over in %s: %s", namespace.directory, error)
 
     def _why_not(self, cold_path: str) -> str:
         """The most telling reason: a namespace of another version, if there is one."""
-        if os.path.lexists(os.path.join(self.cold_path, RECORD)):
+        if self.source.is_local and os.path.lexists(os.path.join(self.cold_path, RECORD)):
             try:
                 read_record(self.cold_path)
             except NamespaceRecordError as error:
@@ -131,86 +125,81 @@ class ColdTierReader:
         return f"{cold_path} is not a cold path: {why}"
 
 
-def _directory_of(cold_path: str) -> str:
-    """The directory with the namespaces. Raises NotAColdPath for a URL that is none."""
-    scheme, separator, path = cold_path.partition("://")
-    if not separator:
-        return cold_path
-    if scheme != "file":
-        raise NotAColdPath(
-            f"{cold_path} is not a cold path: only file:// URLs are read directly. Copy what is below "
-            f"{cold_path.rstrip('/')}/{VERSION_FOLDER} to a directory, and name that"
-        )
-    return os.path.join(path, VERSION_FOLDER)
-
-
-def folders_of(namespace: NamespaceDirectory, state: str) -> list[Folder]:
-    """The directories of a namespace that hold chunks of a state. Raises OSError."""
-    return [Folder(namespace, state, path) for path in chunk_folders(namespace.root(state))]
-
-
-def read_place(place: Place) -> ChunkInfo:
+def read_place(files: FileLayer, place: Place) -> ChunkInfo:
     """The chunk in one file, token ids included."""
-    return _read(place, _open(place), None, brief=False)
+    return _read(files, place, _open(files, place), None, brief=False)
 
 
-def read_files(folder: Folder, files: Iterable[ChunkPath], *, brief: bool = False) -> Iterator[ChunkInfo]:
-    """The chunks in some files of a directory, in order, while the kernel already reads what comes next.
+def read_files(
+    layer: FileLayer, folder: Folder, files: Iterable[ChunkPath], *, brief: bool = False
+) -> Iterator[ChunkInfo]:
+    """The chunks in some files of a folder, in order, while what comes next is already being read.
 
     ``brief``: without token ids and digests; the token ids have been checked all the same.
     """
-    waiting: deque[tuple[Place, _Opened]] = deque()
+    waiting: deque[tuple[Place, _Opened | None]] = deque()
     layout: FileLayout | None = None
     try:
         todo = iter(files)
         while True:
             while len(waiting) <= _AHEAD and (file := next(todo, None)) is not None:
-                place = Place(folder.namespace, folder.state, file)
-                waiting.append((place, _open(place)))
+                waiting.append(_begin(layer, Place(folder.namespace, folder.state, file)))
             if not waiting:
                 return
-            info = _read(*waiting.popleft(), layout, brief=brief)
+            place, opened = waiting.popleft()
+            info = _read(layer, place, _open(layer, place) if opened is None else opened, layout, brief=brief)
             if info.header is not None:
                 layout = info.header.layout
             yield info
     finally:  # the caller may have seen enough
         for _, opened in waiting:
-            if not isinstance(opened, str):
-                os.close(opened[0])
+            if isinstance(opened, tuple):
+                layer.close(opened[0])
 
 
 #: A file that is open, or why it is not.
 _Opened = tuple[int, os.stat_result] | str
 
 
-def _open(place: Place) -> _Opened:
+def _begin(layer: FileLayer, place: Place) -> tuple[Place, _Opened | None]:
+    """Open a file, and have the kernel read its header ahead; of an object, only begin the request (None)."""
+    path = place.file.path
+    if is_url(path):
+        with contextlib.suppress(OSError):  # the opening says why
+            layer.will_read(path)
+        return place, None
+    opened = _open(layer, place)
+    if not isinstance(opened, str):
+        with contextlib.suppress(OSError):  # advice, no more: not every filesystem takes it
+            os.posix_fadvise(opened[0], 0, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+    return place, opened
+
+
+def _open(layer: FileLayer, place: Place) -> _Opened:
     try:
-        fd, info = open_regular(_FILES, place.file.path)
+        return open_regular(layer, place.file.path)
     except BadChunk as bad:
         return f"{bad.reason}: {bad}"
     except FileNotFoundError:
         return "vanished"
     except OSError as error:
         return f"unreadable: {error.strerror}"
-    with contextlib.suppress(OSError):  # advice, no more: not every filesystem takes it
-        os.posix_fadvise(fd, 0, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-    return fd, info
 
 
-def _read(place: Place, opened: _Opened, layout: FileLayout | None, *, brief: bool) -> ChunkInfo:
-    namespace, state, (path, name) = place
+def _read(layer: FileLayer, place: Place, opened: _Opened, layout: FileLayout | None, *, brief: bool) -> ChunkInfo:
+    namespace, state, (path, name, *_) = place
     if isinstance(opened, str):
         return ChunkInfo(FoundFile(path, 0, 0, name), namespace, state, None, opened)
     fd, info = opened
     file = FoundFile(path, info.st_size, info.st_mtime_ns, name)
     try:
-        header = read_open_header(_FILES, fd, info.st_size, expected=layout, brief=brief)
+        header = read_open_header(layer, fd, info.st_size, expected=layout, brief=brief)
     except BadChunk as bad:
         return ChunkInfo(file, namespace, state, None, f"{bad.reason}: {bad}")
     except OSError as error:
         return ChunkInfo(file, namespace, state, None, f"unreadable: {error.strerror}")
     finally:
-        os.close(fd)
+        layer.close(fd)
     if not is_name_of(header.meta, name):
         return ChunkInfo(file, namespace, state, None, f"key: it holds the chunk {header.meta.key[:200]!r}")
     return ChunkInfo(file, namespace, state, header)

@@ -32,6 +32,7 @@ records, so the rows of one may have been evicted since.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -135,14 +136,15 @@ def record_files(directory: str) -> list[str]:
         return []
 
 
-def read_records(path: str) -> Iterator[RequestRecord | BadLine]:
+def read_records(path: str, files: FileLayer | None = None) -> Iterator[RequestRecord | BadLine]:
     """Every line of one file. Raises OSError when it cannot be opened or read."""
+    files = files or FileLayer()
     try:
-        fd, _ = open_regular(FileLayer(), path)
+        fd, _ = open_regular(files, path)
     except BadChunk as bad:
         yield BadLine(0, str(bad))
         return
-    with open(fd, "rb") as file:
+    with io.BufferedReader(_Reading(files, fd), _MAX_LINE_BYTES) as file:
         number = 0
         while line := file.readline(_MAX_LINE_BYTES):
             number += 1
@@ -150,6 +152,26 @@ def read_records(path: str) -> Iterator[RequestRecord | BadLine]:
                 yield RequestRecord.parse(line)
             except ValueError as error:
                 yield BadLine(number, str(error), cut_short=not line.endswith(b"\n") and not file.peek(1))
+
+
+class _Reading(io.RawIOBase):
+    """An open file of a file layer, from its beginning on."""
+
+    def __init__(self, files: FileLayer, fd: int) -> None:
+        self._files, self._fd, self._position = files, fd, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._files.preadv(self._fd, [memoryview(buffer)], self._position)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._files.close(self._fd)
+        super().close()
 
 
 class RecordWriter:

@@ -230,7 +230,7 @@ class TestTrouble:
         places = list(ChunkStream(reader, reader.namespaces).places())
         for path in prompt.files[:15]:
             path.unlink()
-        looks = [look_at(place) for place in places]
+        looks = [look_at(reader.files, place) for place in places]
         assert looks.count("vanished") == 15
         assert sum(not isinstance(look, str) for look in looks) == 25
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -14,6 +15,7 @@ from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
+from tests.support.waiting import wait_until
 
 MODEL = "org/tiny"
 CHUNK = 16
@@ -54,12 +56,13 @@ class Writer:
 
     def __init__(
         self, cold_path: Path, *, capture: Mapping[str, object] | None = VLLM, chunk: int = CHUNK, rank: int = 0,
-        model: str = MODEL, revision: str = "", salt: str = "",
+        model: str = MODEL, revision: str = "", salt: str = "", **settings: Any,
     ) -> None:  # fmt: skip
         self.chunk, self.rank, self.salt = chunk, rank, salt
         config = TieredConfig(
-            cold_path=str(cold_path), max_cold_size=2, min_free_disk=0, write_back_sec=0, close_timeout_sec=30
-        )
+            cold_path=str(cold_path), max_cold_size=2, min_free_disk=0, write_back_sec=0, close_timeout_sec=30,
+            **settings,
+        )  # fmt: skip
         ident = NamespaceId(
             model=model, model_revision=revision, kv_dtype="bfloat16", chunk_size=chunk, worker_id=rank,
             hash_algorithm="test", none_hash=salt,
@@ -72,6 +75,9 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.store.config.has_shared_tier:
+            self.store.flush(30)
+            wait_until(lambda: not self.store.stats()["queue_uploads"], 60)
         self.store.close()
 
     def put(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -18,26 +17,26 @@ from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
-def layer_figures(chunk: ReadableChunk) -> list[dict[str, Any]]:
+def layer_figures(files: FileLayer, chunk: ReadableChunk) -> list[dict[str, Any]]:
     """For each layer: shape, dtype, mean, std, quantiles of the rows' norms, what is not finite, checksum.
 
     Mean, std and norms are of the finite rows alone, computed in float32. Raises CommandError when the file has
     gone meanwhile.
     """
     try:
-        return [_figures(chunk, layer, data) for layer, data in read_rows(chunk)]
+        return [_figures(chunk, layer, data) for layer, data in read_rows(files, chunk)]
     except (BadChunk, OSError) as error:
         raise CommandError(f"{chunk.file.path} cannot be read any more: {error}") from None
 
 
-def read_rows(chunk: ReadableChunk) -> list[tuple[LayerSpec, bytearray]]:
+def read_rows(files: FileLayer, chunk: ReadableChunk) -> list[tuple[LayerSpec, bytearray]]:
     """The bytes of all layers, their checksums not compared. Raises BadChunk or OSError."""
-    files = FileLayer()
+    files.will_read(chunk.file.path, chunk.file.size)
     fd, _ = open_regular(files, chunk.file.path)
     try:
         return read_layers(files, fd, chunk.header.layout)
     finally:
-        os.close(fd)
+        files.close(fd)
 
 
 def as_tensor(layer: LayerSpec, data: bytearray) -> torch.Tensor:

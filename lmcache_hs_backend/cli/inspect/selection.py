@@ -13,26 +13,29 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES
-from lmcache_hs_backend.cli.arguments import at_least, moment, not_empty
+from lmcache_hs_backend.cli.arguments import add_shared_options, at_least, moment, not_empty
 from lmcache_hs_backend.cli.console import CommandError, printable
 from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ReadableChunk
 from lmcache_hs_backend.config import ConfigError, TieredConfig, default_cold_path
+from lmcache_hs_backend.format.chunk_sources import NotAColdPath
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
-from lmcache_hs_backend.format.reader import STATES, ColdTierReader, NotAColdPath
+from lmcache_hs_backend.format.reader import STATES, ColdTierReader
 
 ChunkTest = Callable[[ReadableChunk], bool]
 
 
 def add_path_arguments(parser: argparse.ArgumentParser) -> None:
-    """``[COLD_PATH | --config FILE]``."""
+    """``[COLD_PATH | --config FILE]``, and the options of a URL."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "cold_path",
         metavar="COLD_PATH",
         nargs="?",
-        help="directory of the cold tier (default: that of --config, else of $LMCACHE_CONFIG_FILE, else the usual one)",
+        help="directory of the cold tier (default: that of --config, else of $LMCACHE_CONFIG_FILE, else the usual "
+        "one), or the URL of a shared tier, as in shared_url",
     )
     which.add_argument("--config", metavar="FILE", help="LMCache's YAML file, for its cold_path and its limit")
+    add_shared_options(parser)
 
 
 class OpenedColdPath(NamedTuple):
@@ -59,7 +62,8 @@ def open_path(args: argparse.Namespace, *, notes: bool = True) -> OpenedColdPath
             raise CommandError(str(error)) from None
         path = config.cold_path
     try:
-        opened = OpenedColdPath(ColdTierReader(path or default_cold_path()), config)
+        reader = ColdTierReader(path or default_cold_path(), shared_options=args.shared_options)
+        opened = OpenedColdPath(reader, config)
     except (NotAColdPath, ConfigError) as error:
         default = "" if path else " (the default; name a directory, or a configuration with --config)"
         raise CommandError(f"{error}{default}") from None

@@ -7,25 +7,19 @@ work is Python's.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lmcache_hs_backend.cli.console import time_text
 from lmcache_hs_backend.cli.inspect.workers import in_processes
+from lmcache_hs_backend.format.chunk_file import FileLayer
+from lmcache_hs_backend.format.chunk_sources import Folder
 from lmcache_hs_backend.format.header import Header
-from lmcache_hs_backend.format.layout import ChunkPath, FoundFile, chunk_files
+from lmcache_hs_backend.format.layout import ChunkPath, FoundFile
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
-from lmcache_hs_backend.format.reader import (
-    STATES,
-    ChunkInfo,
-    ColdTierReader,
-    Folder,
-    Place,
-    folders_of,
-    read_files,
-    read_place,
-)
+from lmcache_hs_backend.format.reader import STATES, ChunkInfo, ColdTierReader, Place, read_files, read_place
 
 _FILES_AT_A_TIME = 128
 
@@ -106,45 +100,63 @@ class ChunkStream:
 
     def read(self) -> Iterator[ReadableChunk]:
         """Every chunk that can be read, in the order of the directories, without its token ids."""
-        for chunk in in_processes(_read_batch, self._batches()):
+        local = self.reader.source.is_local
+        for chunk in in_processes(_read_batch, self._batches()) if local else self._read_objects():
             if isinstance(chunk, ReadableChunk):
                 yield chunk
             else:
                 self.skipped[chunk] += 1
 
+    def _read_objects(self) -> Iterator[ReadableChunk | str]:
+        """In this process, which waits for the network more than it computes; the requests run side by side."""
+        for folder, files in self._listed():
+            yield from map(_readable, read_files(self.reader.files, folder, files, brief=True))
+
     def _batches(self) -> Iterator[tuple[Folder, list[ChunkPath]]]:
         for folder, files in self._listed():
-            for first in range(0, len(files), _FILES_AT_A_TIME):
-                yield folder, files[first : first + _FILES_AT_A_TIME]
+            listed = iter(files)
+            while batch := list(itertools.islice(listed, _FILES_AT_A_TIME)):
+                yield folder, batch
 
-    def _listed(self) -> Iterator[tuple[Folder, list[ChunkPath]]]:
+    def _listed(self) -> Iterator[tuple[Folder, Iterable[ChunkPath]]]:
+        source = self.reader.source
         for namespace in self.namespaces:
             for state in self._states:
                 try:
-                    folders = folders_of(namespace, state)
+                    folders = source.folders(namespace, state)
                 except OSError as error:
                     self._refuse(namespace, namespace.root(state), error)
                     continue
                 for folder in folders:
                     try:
-                        files = chunk_files(folder.path)
+                        files = source.chunks(folder)
                     except OSError as error:
                         self._refuse(namespace, folder.path, error)
                         continue
-                    yield folder, files
+                    yield folder, files if source.is_local else self._going_on(folder, files)
+
+    def _going_on(self, folder: Folder, files: Iterable[ChunkPath]) -> Iterator[ChunkPath]:
+        """A listing that goes on while it is used, and may break off."""
+        try:
+            yield from files
+        except OSError as error:
+            self._refuse(folder.namespace, folder.path, error)
 
     def _refuse(self, namespace: NamespaceDirectory, path: str, error: OSError) -> None:
         self.refused.append((namespace, path, str(error.strerror)))
         self.skipped["unreadable"] += 1
 
 
+_FILES = FileLayer()
+
+
 def _read_batch(batch: tuple[Folder, list[ChunkPath]]) -> list[ReadableChunk | str]:
-    return [_readable(info) for info in read_files(*batch, brief=True)]
+    return [_readable(info) for info in read_files(_FILES, *batch, brief=True)]
 
 
-def look_at(place: Place) -> ReadableChunk | str:
+def look_at(files: FileLayer, place: Place) -> ReadableChunk | str:
     """The chunk in a file, token ids included, or why there is none, in one word."""
-    return _readable(read_place(place))
+    return _readable(read_place(files, place))
 
 
 def _readable(info: ChunkInfo) -> ReadableChunk | str:

@@ -41,25 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    if args.cold_path is not None and os.path.isdir(args.chunk) and not os.path.isdir(args.cold_path):
+    if args.cold_path is not None and _is_place(args.chunk) and not _is_place(args.cold_path):
         args.chunk, args.cold_path = args.cold_path, args.chunk  # the order of every other command
     opened = open_path(args)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     forest, position = _find(opened, args)
     node = forest.chunks[position]
     name = bytes.fromhex(os.path.basename(node.path).split(".")[0])
-    chunk = look_at(Place(forest.namespace, node.state, ChunkPath(node.path, name)))
+    chunk = look_at(opened.reader.files, Place(forest.namespace, node.state, ChunkPath(node.path, name)))
     if isinstance(chunk, str):
         raise CommandError(f"{node.path} cannot be read any more: {chunk}")
     from lmcache_hs_backend.cli.inspect.row_figures import layer_figures  # imports torch
 
-    layers = layer_figures(chunk)
+    layers = layer_figures(opened.reader.files, chunk)
     with Output(args) as output:
         if output.json:
             output.dump(_as_json(chunk, forest, position, layers, tokenizer))
         else:
             _print(output, chunk, forest, position, layers, tokenizer)
     return 0
+
+
+def _is_place(text: str) -> bool:
+    return "://" in text or os.path.isdir(text)
 
 
 def _find(opened: OpenedColdPath, args: argparse.Namespace) -> tuple[NamespaceForest, int]:

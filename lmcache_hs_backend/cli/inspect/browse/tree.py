@@ -45,7 +45,8 @@ def execute(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     namespaces = namespaces_of(opened, args.namespace)
     chunks = ChunkStream(opened.reader, namespaces)
-    views = [_TreeView(forest, args.depth, args.width, tokenizer) for forest in grow(chunks.read(), namespaces)]
+    files = opened.reader.files
+    views = [_TreeView(forest, files, args.depth, args.width, tokenizer) for forest in grow(chunks.read(), namespaces)]
     with Output(args) as output:
         if output.json:
             trees = [{"namespace": view.forest.namespace.label, **view.whole()} for view in views]
@@ -62,8 +63,9 @@ def execute(args: argparse.Namespace) -> int:
 class _TreeView:
     """Turns a forest into what is shown of it."""
 
-    def __init__(self, forest: NamespaceForest, depth: int, width: int, tokenizer: Any) -> None:
+    def __init__(self, forest: NamespaceForest, files: FileLayer, depth: int, width: int, tokenizer: Any) -> None:
         self.forest = forest
+        self._files = files
         self._depth = depth
         self._width = width
         self._tokenizer = tokenizer
@@ -106,7 +108,7 @@ class _TreeView:
     def _text(self, path: str) -> str:
         """How the branch begins: read now, because few branches are shown."""
         try:
-            header = read_header(FileLayer(), path)
+            header = read_header(self._files, path)
         except (OSError, BadChunk):
             return ""
         ids = list(memoryview(header.token_ids).cast("q")[: _SHOWN_TEXT if self._tokenizer else _SHOWN_TOKENS])

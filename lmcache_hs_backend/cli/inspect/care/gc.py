@@ -13,8 +13,9 @@ from lmcache_hs_backend.cli.inspect.care.removal import Deletion, add_removal_ar
 from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, namespaces_of, open_path
 from lmcache_hs_backend.cli.inspect.stream import ChunkStream
 from lmcache_hs_backend.format.eviction_order import FileClass, over_limit
-from lmcache_hs_backend.format.layout import QUARANTINE, FoundFile, files_in, strays
+from lmcache_hs_backend.format.layout import QUARANTINE, FoundFile, files_in
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
+from lmcache_hs_backend.format.reader import Place
 
 HELP = "delete left-overs, other namespaces, expired chunks, and what is over the limit"
 EXAMPLE = """\
@@ -22,9 +23,13 @@ Always deletes what unfinished writes have left over. The rest by option. Goes b
 file. Asks before it deletes; namespaces that a running engine holds are left alone, and not counted against --max-size.
 What is over the limit leaves in the store's own order: quarantine, archive, then the least recently used.
 
+Below a URL (s3://, gs://, az://) it deletes objects, and their age is the time since they were written: nothing there
+knows when one was last read. Nodes that still use a deleted object count a miss.
+
 examples:
   lmcache-hs-inspect gc /mnt/nvme/hs --keep Qwen3-8B- --dry-run
   lmcache-hs-inspect gc /mnt/nvme/hs --expired 30d --max-size 50 --yes
+  lmcache-hs-inspect gc s3://my-bucket/hs --expired 14d --max-size 2TB --dry-run
 """
 
 
@@ -58,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     free = [namespace for namespace in namespaces if not in_use(namespace.directory)]
     deletions: list[Deletion] = []
     for namespace in free:
-        for stray in strays(namespace.directory):
+        for stray in opened.reader.source.strays(namespace):
             if stray.kind == "temporary":
                 deletions.append(Deletion(stray.path, stray.size, namespace, "left over"))
     kept: list[_File] = []
@@ -86,7 +91,7 @@ def execute(args: argparse.Namespace) -> int:
             for namespace in namespaces:
                 if namespace not in free:
                     output.show(f"in use, left alone: {namespace.label}", style="yellow")
-        return remove(deletions, args, output, dict(chunks.skipped))
+        return remove(opened.reader.source, deletions, args, output, dict(chunks.skipped))
 
 
 def _files(chunks: ChunkStream) -> Iterator[_File]:
@@ -94,15 +99,18 @@ def _files(chunks: ChunkStream) -> Iterator[_File]:
         for file in files_in(os.path.join(namespace.directory, QUARANTINE)):
             yield FileClass.QUARANTINED, file, namespace
     for place in chunks.places():
-        try:
-            info = os.lstat(place.file.path)
-        except FileNotFoundError:
-            chunks.skipped["vanished"] += 1
-            continue
-        if stat.S_ISREG(info.st_mode):
-            file_class = FileClass.ARCHIVED if place.state == "archived" else FileClass.OWN
-            yield (
-                file_class,
-                FoundFile(place.file.path, info.st_size, info.st_mtime_ns, place.file.name),
-                place.namespace,
-            )
+        found = _found(place, chunks)
+        if found is not None:
+            yield FileClass.ARCHIVED if place.state == "archived" else FileClass.OWN, found, place.namespace
+
+
+def _found(place: Place, chunks: ChunkStream) -> FoundFile | None:
+    path, name, size, mtime_ns = place.file
+    if size >= 0:
+        return FoundFile(path, size, mtime_ns, name)
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        chunks.skipped["vanished"] += 1
+        return None
+    return FoundFile(path, info.st_size, info.st_mtime_ns, name) if stat.S_ISREG(info.st_mode) else None

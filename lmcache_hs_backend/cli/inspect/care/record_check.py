@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES
 from lmcache_hs_backend.format.layout import SEQUENCES
-from lmcache_hs_backend.format.request_log import BadLine, RequestRecord, read_records, record_files
+from lmcache_hs_backend.format.namespace import NamespaceDirectory
+from lmcache_hs_backend.format.reader import ColdTierReader
+from lmcache_hs_backend.format.request_log import BadLine, RequestRecord, read_records
 
 
 class BadLog(NamedTuple):
@@ -42,18 +44,19 @@ class RecordCheck:
         cut_short: Files whose last line was never finished.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, reader: ColdTierReader, namespace: NamespaceDirectory) -> None:
         self.count = 0
         self.cut_short: list[str] = []
-        self._directory = directory
+        self._reader = reader
+        self._namespace = namespace
         self._wanted: dict[bytes, dict[tuple[int, bytes], _Wanted]] = defaultdict(dict)
 
     def read(self) -> Iterator[BadLog]:
         """Go through the files; what is wrong with them."""
         try:
-            paths = record_files(self._directory)
+            paths = self._reader.source.records(self._namespace)
         except OSError as error:
-            yield BadLog(os.path.join(self._directory, SEQUENCES), str(error.strerror))
+            yield BadLog(os.path.join(self._namespace.directory, SEQUENCES), str(error.strerror))
             return
         for path in paths:
             yield from self._read_file(path)
@@ -83,7 +86,7 @@ class RecordCheck:
     def _read_file(self, path: str) -> Iterator[BadLog]:
         wrong: list[BadLine] = []
         try:
-            for line in read_records(path):
+            for line in read_records(path, self._reader.files):
                 if isinstance(line, RequestRecord):
                     self._add(line)
                 elif line.cut_short:

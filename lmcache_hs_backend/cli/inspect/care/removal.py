@@ -1,4 +1,4 @@
-"""Deleting files of namespaces that no engine holds; shared by ``rm`` and ``gc``.
+"""Deleting files of namespaces that no engine holds, or objects; shared by ``rm`` and ``gc``.
 
 The lock of a namespace is held while its files are deleted, so that no engine starts in between. A
 namespace that an engine holds is left alone: the engine counts its own files, and decides which go.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.cli.console import Output, bytes_text, confirm, printable
+from lmcache_hs_backend.format.chunk_sources import ChunkSource, ObjectSource
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
 
 
@@ -41,7 +42,9 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
 
-def remove(deletions: list[Deletion], args: argparse.Namespace, output: Output, skipped: dict[str, int]) -> int:
+def remove(
+    source: ChunkSource, deletions: list[Deletion], args: argparse.Namespace, output: Output, skipped: dict[str, int]
+) -> int:
     """Show, ask, delete, report; the exit status: 1 when something could not be deleted, or was not to be."""
     nbytes = sum(file.size for file in deletions)
     if not output.json and args.dry_run:
@@ -52,7 +55,10 @@ def remove(deletions: list[Deletion], args: argparse.Namespace, output: Output, 
     if deletions and not args.dry_run:
         if args.yes or confirm(f"Delete {len(deletions):,} files, {bytes_text(nbytes)}?"):
             with output.progress("deleting", len(deletions)) as advance:
-                outcome = _delete(deletions, advance)
+                if isinstance(source, ObjectSource):
+                    outcome = _delete_objects(source, deletions, advance)
+                else:
+                    outcome = _delete(deletions, advance)
         else:
             refused = True
     _report(deletions, nbytes, args, output, outcome, skipped, refused=refused)
@@ -83,6 +89,22 @@ def _delete(deletions: Iterable[Deletion], advance: Callable[[int], None]) -> De
                 advance(1)
         finally:
             lock.close()
+    return outcome
+
+
+def _delete_objects(
+    source: ObjectSource, deletions: Iterable[Deletion], advance: Callable[[int], None]
+) -> DeletionOutcome:
+    """Without a lock: there is none in a bucket, and an object that is gone is a miss to every node."""
+    sizes = {file.path: file.size for file in deletions}
+    outcome = DeletionOutcome()
+    for urls, why in source.delete(list(sizes)):
+        if why:
+            outcome.left += [(url, why) for url in urls]
+        else:
+            outcome.deleted += len(urls)
+            outcome.nbytes += sum(sizes[url] for url in urls)
+        advance(len(urls))
     return outcome
 
 

@@ -20,11 +20,14 @@ from lmcache_hs_backend.format.header import BadChunk
 from lmcache_hs_backend.format.layout import QUARANTINE, ChunkPath, quarantine_name
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import Place
+from lmcache_hs_backend.format.url_files import is_url
 
 #: A chunk file that has one of these is bad for whoever reads it, and safe to move under an engine.
 BAD_FILE = ("header", "version", "size", "short", "type", "checksum", "key", "model")
 #: These are moved only where no engine is.
 NEEDS_LOCK = ("misplaced", "temporary", "prefix")
+
+_FILES = FileLayer()
 
 _LEFT = {
     "foreign": "left alone: not ours to move (the quarantine is emptied for room)",
@@ -39,7 +42,9 @@ def repair(findings: list[Finding]) -> Iterator[tuple[Finding, bool, str]]:
     """``(finding, whether it has been dealt with, what was done)`` for each, namespace by namespace."""
     by_namespace: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
-        if finding.namespace is None or finding.kind in _LEFT:
+        if is_url(finding.path):
+            yield finding, False, "left alone: there is no quarantine below a URL (rm deletes objects)"
+        elif finding.namespace is None or finding.kind in _LEFT:
             yield finding, False, _LEFT[finding.kind]
         else:
             by_namespace[finding.namespace.directory].append(finding)
@@ -82,7 +87,7 @@ def _set_aside_if_bad(finding: Finding, namespace: NamespaceDirectory) -> tuple[
     name = bytes.fromhex(os.path.basename(finding.path)[:32])
     place = Place(namespace, "", ChunkPath(finding.path, name))
     try:
-        fd, info = open_regular(FileLayer(), finding.path)
+        fd, info = open_regular(_FILES, finding.path)
     except BadChunk:
         info = os.lstat(finding.path)
         if stat.S_ISREG(info.st_mode):
@@ -90,7 +95,7 @@ def _set_aside_if_bad(finding: Finding, namespace: NamespaceDirectory) -> tuple[
         return True, _set_aside(finding.path, info, namespace, "type")
     try:
         try:
-            check_open(fd, info.st_size, place)
+            check_open(_FILES, fd, info.st_size, place)
         except BadChunk as wrong:
             return True, _set_aside(finding.path, info, namespace, wrong.reason)
         return True, "good by now"

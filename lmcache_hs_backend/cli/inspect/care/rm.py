@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
         if not deletions and not output.json:
             models = ", ".join(sorted({printable(each.model) for each in chunks.namespaces}))
             output.show(f"nothing matches; models here: {models}", style="yellow")
-        return remove(deletions, args, output, dict(chunks.skipped))
+        return remove(opened.reader.source, deletions, args, output, dict(chunks.skipped))
 
 
 def _remove_named(args: argparse.Namespace) -> int:
@@ -70,7 +70,9 @@ def _remove_named(args: argparse.Namespace) -> int:
     for place in chunks.places():
         for name, matches in found.items():
             if os.path.basename(place.file.path).startswith(name):
-                size = os.lstat(place.file.path).st_size if os.path.lexists(place.file.path) else 0
+                size = place.file.size
+                if size < 0:
+                    size = os.lstat(place.file.path).st_size if os.path.lexists(place.file.path) else 0
                 matches[place.file.path] = Deletion(place.file.path, size, place.namespace, "named")
     if not all(found.values()):
         for chunk in chunks.read():
@@ -81,4 +83,5 @@ def _remove_named(args: argparse.Namespace) -> int:
         if len(matches) != 1:
             raise CommandError(f"{len(matches) or 'no'} chunks in {opened.reader.cold_path} begin with {name}")
     with Output(args) as output:
-        return remove([file for matches in found.values() for file in matches.values()], args, output, {})
+        named = [file for matches in found.values() for file in matches.values()]
+        return remove(opened.reader.source, named, args, output, {})

@@ -7,6 +7,7 @@ ids, so a chunk that is reached is really the continuation of its parent, and no
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import Counter, defaultdict
@@ -22,7 +23,6 @@ from lmcache_hs_backend.cli.inspect.stream import ChunkStream
 from lmcache_hs_backend.cli.inspect.workers import in_threads
 from lmcache_hs_backend.format.chunk_file import FileLayer, digest_layers, open_regular, read_header, read_open_header
 from lmcache_hs_backend.format.header import BadChunk, Header, layer_tensor
-from lmcache_hs_backend.format.layout import strays, strays_beside
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
 from lmcache_hs_backend.format.reader import ColdTierReader, Place
 from lmcache_hs_backend.format.shared_names import is_name_of
@@ -53,7 +53,8 @@ NOTES = ("orphan",)
 #: A write takes seconds. What is younger than this may be in the hands of an engine that we cannot see.
 _IN_FLIGHT_SEC = 600
 _READERS = 4
-_FILES = FileLayer()
+_REQUESTS = 16  # side by side, of objects
+_WHOLE_BYTES = 8 << 20  # an object of up to so many bytes is read by one request
 
 
 class Finding(NamedTuple):
@@ -87,7 +88,7 @@ class Verifier:
         self.chunks = self.bytes = 0
         self.skipped: Counter[str] = Counter()
         self.unjudged: list[NamespaceDirectory] = []  # in use: the missing parents may be in RAM
-        self.records = {namespace.directory: RecordCheck(namespace.directory) for namespace in reader.namespaces}
+        self.records = {namespace.directory: RecordCheck(reader, namespace) for namespace in reader.namespaces}
         self._reader = reader
         self._places: list[Place] = []
         self._refused: list[tuple[NamespaceDirectory, str, str]] = []
@@ -99,7 +100,7 @@ class Verifier:
         chunks = ChunkStream(self._reader, self._reader.namespaces)
         for place in chunks.places():
             self._places.append(place)
-            total += _size(place.file.path)
+            total += _size(place)
         self._refused = chunks.refused
         return total
 
@@ -109,7 +110,8 @@ class Verifier:
             yield Finding("namespace", directory, why, None)
         for namespace, path, why in self._refused:
             yield Finding("unreadable", path, why, namespace)
-        looked = in_threads(look, self._places, _READERS)
+        readers = _READERS if self._reader.source.is_local else _REQUESTS
+        looked = in_threads(functools.partial(look, self._reader.files), self._places, readers)
         for place, (header, size, wrong) in zip(self._places, looked, strict=True):
             advance(size)
             if wrong is not None and wrong.reason == "vanished":
@@ -129,11 +131,11 @@ class Verifier:
         known = {each.directory for each in self._reader.namespaces} | {
             each.directory for each in self._reader.left_out
         }
-        for stray in strays_beside(self._reader.cold_path, known):
+        for stray in self._reader.source.strays_beside(known):
             yield Finding(stray.kind, stray.path, f"{KINDS[stray.kind]}, {bytes_text(stray.size)}", None)
         for namespace in self._reader.namespaces:
             busy = in_use(namespace.directory)
-            for stray in strays(namespace.directory):
+            for stray in self._reader.source.strays(namespace):
                 if stray.kind == "temporary" and busy and now - stray.mtime_ns < _IN_FLIGHT_SEC * 1e9:
                     continue
                 yield Finding(stray.kind, stray.path, KINDS[stray.kind], namespace)
@@ -174,7 +176,7 @@ class Verifier:
         while waiting:
             link, before = waiting.pop()
             try:
-                token_ids = read_header(_FILES, link.path).token_ids
+                token_ids = read_header(self._reader.files, link.path).token_ids
             except (BadChunk, OSError):  # it was good a moment ago: replaced or deleted meanwhile
                 self.skipped["vanished"] += 1
                 reached.add(id(link))
@@ -212,11 +214,12 @@ class Verifier:
             yield Finding("orphan", link.path, f"its parent {link.parent} {why}{after}", namespace)
 
 
-def look(place: Place) -> tuple[Header | None, int, BadChunk | None]:
+def look(files: FileLayer, place: Place) -> tuple[Header | None, int, BadChunk | None]:
     """A chunk's header, the bytes of its file, and what is wrong with it: "vanished" where it is not there."""
     path = place.file.path
     try:
-        fd, info = open_regular(_FILES, path)
+        files.will_read(path, min(place.file.size, _WHOLE_BYTES))
+        fd, info = open_regular(files, path)
     except BadChunk as wrong:
         return None, 0, wrong
     except FileNotFoundError as error:
@@ -224,31 +227,33 @@ def look(place: Place) -> tuple[Header | None, int, BadChunk | None]:
     except OSError as error:
         return None, 0, BadChunk("unreadable", str(error.strerror))
     try:
-        return check_open(fd, info.st_size, place), info.st_size, None
+        return check_open(files, fd, info.st_size, place), info.st_size, None
     except BadChunk as wrong:
         return None, info.st_size, wrong
     except OSError as error:
         return None, info.st_size, BadChunk("unreadable", str(error.strerror))
     finally:
-        os.close(fd)
+        files.close(fd)
 
 
-def check_open(fd: int, size: int, place: Place) -> Header:
+def check_open(files: FileLayer, fd: int, size: int, place: Place) -> Header:
     """Judge an open chunk file, rows included. Raises BadChunk or OSError."""
-    header = read_open_header(_FILES, fd, size, brief=True)
+    header = read_open_header(files, fd, size, brief=True)
     if not is_name_of(header.meta, place.file.name):
         raise BadChunk("key", f"it holds the chunk {header.meta.key[:200]!r}")
     if header.meta.model != place.namespace.model:
         raise BadChunk("model", f"it is of model {header.meta.model[:200]!r}")
-    for layer, checksum in digest_layers(_FILES, fd, header.layout):
+    for layer, checksum in digest_layers(files, fd, header.layout):
         if checksum != header.checksums.get(layer_tensor(layer.layer_idx)):
             raise BadChunk("checksum", f"the bytes of {layer_tensor(layer.layer_idx)} do not match their checksum")
     return header
 
 
-def _size(path: str) -> int:
+def _size(place: Place) -> int:
+    if place.file.size >= 0:
+        return place.file.size
     try:
-        return os.lstat(path).st_size
+        return os.lstat(place.file.path).st_size
     except OSError:
         return 0
 

@@ -107,7 +107,7 @@ def execute(args: argparse.Namespace) -> int:
     figures = collect(opened, sample.watch)
     from lmcache_hs_backend.cli.inspect.figures.survey import Survey  # imports torch
 
-    survey = Survey(sample.chunks)
+    survey = Survey(opened.reader.files, sample.chunks)
     _save(args.out, _page(figures, sample, survey))
     with Output(args) as output:
         if output.json:
@@ -150,7 +150,8 @@ def _page(figures: dict[str, Any], sample: ChunkSample, survey: Survey) -> str:
     if figures["limit_bytes"]:
         used = (total["bytes"] + total["quarantined_bytes"]) / figures["limit_bytes"]
         numbers[f"of the limit of {bytes_text(figures['limit_bytes'])}"] = f"{used:.1%}"
-    numbers["free on that disk"] = bytes_text(figures["free_bytes"])
+    if figures["free_bytes"] is not None:
+        numbers["free on that disk"] = bytes_text(figures["free_bytes"])
     items = "".join(f"<li><b>{_esc(value)}</b>{_esc(name)}</li>" for name, value in numbers.items())
     by_model = {model["model"]: model["bytes"] for model in figures["models"]}
     charts = (

@@ -21,7 +21,7 @@ from lmcache_hs_backend.cli.console import (
 from lmcache_hs_backend.cli.inspect.nodes import NamespaceForest, Node, node_of
 from lmcache_hs_backend.cli.inspect.selection import OpenedColdPath, add_path_arguments, open_path
 from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ReadableChunk, skipped_text
-from lmcache_hs_backend.format.layout import QUARANTINE, files_in, strays_beside
+from lmcache_hs_backend.format.layout import QUARANTINE, files_in
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
 from lmcache_hs_backend.format.reader import ColdTierReader
 
@@ -96,7 +96,7 @@ def collect(opened: OpenedColdPath, watch: Callable[[ReadableChunk], None] | Non
         if watch is not None:
             watch(chunk)
     namespaces = [_namespace(tally) for tally in tallies.values()]
-    disk = os.statvfs(reader.cold_path)
+    disk = os.statvfs(reader.cold_path) if reader.source.is_local else None
     nodes = [node for tally in tallies.values() for node in tally.nodes]
     now = time.time_ns()
     return {
@@ -107,8 +107,8 @@ def collect(opened: OpenedColdPath, watch: Callable[[ReadableChunk], None] | Non
         "age_sec": _distribution([max(0.0, (now - node.used_ns) / 1e9) for node in nodes], _AGES),
         "chunk_bytes": _distribution([node.nbytes for node in nodes], _SIZES),
         "limit_bytes": opened.config.max_cold_bytes if opened.config else None,
-        "free_bytes": disk.f_bavail * disk.f_frsize,
-        "disk_bytes": disk.f_blocks * disk.f_frsize,
+        "free_bytes": disk.f_bavail * disk.f_frsize if disk is not None else None,
+        "disk_bytes": disk.f_blocks * disk.f_frsize if disk is not None else None,
         "skipped": dict(chunks.skipped),
         "left_out": [each.why for each in reader.left_out],
         "foreign": _foreign(reader),
@@ -118,7 +118,7 @@ def collect(opened: OpenedColdPath, watch: Callable[[ReadableChunk], None] | Non
 def _foreign(reader: ColdTierReader) -> dict[str, Any]:
     """What is beside the namespaces and is not ours."""
     known = {each.directory for each in reader.namespaces} | {each.directory for each in reader.left_out}
-    found = [stray for stray in strays_beside(reader.cold_path, known) if stray.kind == "foreign"]
+    found = [stray for stray in reader.source.strays_beside(known) if stray.kind == "foreign"]
     return {
         "count": len(found),
         "bytes": sum(stray.size for stray in found),
@@ -225,7 +225,8 @@ def _print(output: Output, figures: dict[str, Any]) -> None:
             output.show(f"{what}: median {median}{ago}, at most {longest}{ago} ({counts})")
     output.show(f"quarantine: {total['quarantined_files']:,} files, {bytes_text(total['quarantined_bytes'])}")
     output.show(f"archive: {total['archived_chunks']:,} chunks, {bytes_text(total['archived_bytes'])}")
-    output.show(f"disk: {bytes_text(figures['free_bytes'])} free of {bytes_text(figures['disk_bytes'])}")
+    if figures["free_bytes"] is not None:
+        output.show(f"disk: {bytes_text(figures['free_bytes'])} free of {bytes_text(figures['disk_bytes'])}")
     if foreign := figures["foreign"]["count"]:
         names = ", ".join(printable(os.path.basename(path)) for path in figures["foreign"]["paths"][:3])
         dots = ", …" if foreign > 3 else ""

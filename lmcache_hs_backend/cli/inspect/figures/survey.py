@@ -12,6 +12,7 @@ import torch
 from lmcache_hs_backend.cli.inspect.figures.plots import Spread
 from lmcache_hs_backend.cli.inspect.row_figures import as_tensor, read_rows
 from lmcache_hs_backend.cli.inspect.stream import ReadableChunk
+from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.header import BadChunk
 
 #: A layer of which no sampled row varies more than this (relative to its largest value) is dead.
@@ -99,12 +100,12 @@ def _position(token: int) -> int:
 class Survey:
     """The rows of a sample. Chunks that have gone meanwhile are counted in ``unreadable``."""
 
-    def __init__(self, chunks: Iterable[ReadableChunk]) -> None:
+    def __init__(self, files: FileLayer, chunks: Iterable[ReadableChunk]) -> None:
         self.sampled = self.unreadable = 0
         found: dict[tuple[str, int], LayerSurvey] = {}
         for chunk in chunks:
             try:
-                rows = read_rows(chunk)
+                rows = read_rows(files, chunk)
             except (BadChunk, OSError):
                 self.unreadable += 1
                 continue
