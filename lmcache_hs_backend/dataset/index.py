@@ -235,7 +235,8 @@ class ChunkIndex:
                     if fits:
                         parent = fits[0] if len(fits) == 1 else self._true_parent(chunks, fits, chunk.files[0], prefix)
                         break
-            chunks.append(IndexedChunk(prefix, start, num_tokens, parent, tuple(chunk.files), chunk.capture))
+            files = tuple(sorted(chunk.files, key=lambda file: is_url(file.root)))  # what is near is read first
+            chunks.append(IndexedChunk(prefix, start, num_tokens, parent, files, chunk.capture))
         return chunks
 
     def _true_parent(self, chunks: list[IndexedChunk], candidates: list[int], file: ChunkFile, prefix: bytes) -> int:
