@@ -30,6 +30,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, with the errors of values as above."""
 
     def error(self, message: str) -> NoReturn:
+        """End with argparse's usage message, or raise CommandError for a wrong value."""
         wrong = _WRONG_VALUE.fullmatch(message)
         if wrong is None:
             super().error(message)

@@ -210,6 +210,7 @@ class TestWrongKeys:
         ("key", "why"),
         [
             ("max_cold_size", "nothing reads it"),
+            ("hs_tiered.max_cold_size", "nothing reads it"),
             ("storage_plugin.hs_tier.max_cold_size", "storage_plugins does not list 'hs_tier'"),
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmcache_hs_backend.config import ADVANCED
+from lmcache_hs_backend.cli.config import verdict
+from lmcache_hs_backend.config import ADVANCED, GIB
 from tests.inspect.test_inspect_config import PREFIX, good, judge
 from tests.inspect.test_inspect_program import on_a_terminal
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
@@ -63,9 +65,9 @@ class TestCheckConfig:
         values = good(folder / "cold")
         values["extra_config"] |= {PREFIX + name: value for name, value in changes.items()}
         (folder / "lmcache.yaml").write_text(yaml.safe_dump(values))
-        verdict = judge(folder / "lmcache.yaml", True, **env)
-        assert verdict.loads
-        return {each.key: each.text for each in verdict.warnings}
+        found = judge(folder / "lmcache.yaml", True, **env)
+        assert found.loads
+        return {each.key: each.text for each in found.warnings}
 
     def test_a_relative_path_is_a_warning(self, tmp_path: Path) -> None:
         assert (
@@ -76,18 +78,59 @@ class TestCheckConfig:
         text = self.warnings(tmp_path, {"cold_path": "/no-such-nvme/hs"})[f"extra_config['{PREFIX}cold_path']"]
         assert "would be created on the root filesystem" in text
 
+    def test_a_mount_of_fstab_that_is_missing_is_a_warning_also_where_its_directory_is_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if tmp_path.stat().st_dev != Path("/").stat().st_dev:
+            pytest.skip("temporary files are not on the root filesystem here")
+        key = f"extra_config['{PREFIX}cold_path']"
+        assert key not in self.warnings(tmp_path, {})
+        fstab = tmp_path / "fstab"
+        fstab.write_text(f"# <what> <where>\n/dev/nvme0n1 {tmp_path} xfs defaults 0 0\n")
+        monkeypatch.setattr(verdict, "_FSTAB", str(fstab))
+        assert f"nothing is mounted at or below {tmp_path}" in self.warnings(tmp_path, {})[key]
+        (tmp_path / "cold").mkdir()
+        assert f"{tmp_path / 'cold'} is on the root filesystem" in self.warnings(tmp_path, {})[key]
+
+    @pytest.mark.parametrize("name", ["max_cold_size", "min_free_disk"])
+    def test_a_limit_above_the_free_space_is_a_warning(self, tmp_path: Path, name: str) -> None:
+        disk = shutil.disk_usage(tmp_path)
+        text = self.warnings(tmp_path, {name: (disk.free + disk.total) / 2 / GIB})[f"extra_config['{PREFIX}{name}']"]
+        assert f"GB are free at {tmp_path}" in text
+
+    def test_a_limit_a_little_above_the_disk_is_a_warning_as_the_plugin_cuts_it_down(self, tmp_path: Path) -> None:
+        total = shutil.disk_usage(tmp_path).total / GIB
+        text = self.warnings(tmp_path, {"max_cold_size": 1.05 * total})[f"extra_config['{PREFIX}max_cold_size']"]
+        assert "GB are used" in text
+
     def test_a_variable_that_nothing_reads_is_a_warning(self, tmp_path: Path) -> None:
-        name = "LMCACHE_STORAGE_PLUGIN_HS_TIERED_COLD_PATH"
-        assert "nothing reads it" in self.warnings(tmp_path, {}, **{name: "/x"})[name]
+        ours, typo = "LMCACHE_STORAGE_PLUGIN_HS_TIERED_COLD_PATH", "LMCACHE_LOCAL_CPUS"
+        read_elsewhere = ("LMCACHE_LOG_LEVEL", "LMCACHE_RESP_PASSWORD", "LMCACHE_EC_CHUNK_SIZE")
+        found = self.warnings(tmp_path, {}, **dict.fromkeys((ours, typo, *read_elsewhere), "1"))
+        assert "nothing reads it" in found[ours]
+        assert "nothing reads it" in found[typo]
+        assert not set(read_elsewhere) & set(found)
 
     def test_the_row_of_a_wrong_value_shows_it(self, tmp_path: Path) -> None:
         values = good(tmp_path / "cold")
         values["extra_config"][f"{PREFIX}max_cold_size"] = "200GB"
         (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(values))
-        verdict = judge(tmp_path / "lmcache.yaml", True)
-        assert not verdict.loads
-        [row] = [each for each in verdict.settings if each.name == "max_cold_size"]
+        found = judge(tmp_path / "lmcache.yaml", True)
+        assert not found.loads
+        [row] = [each for each in found.settings if each.name == "max_cold_size"]
         assert (row.value, row.source) == ("'200GB' is wrong", str(tmp_path / "lmcache.yaml"))
+
+    def test_the_row_is_marked_of_a_path_a_limit_and_a_setting_of_lmcache_too(self, tmp_path: Path) -> None:
+        values = good(Path("/dev/null/x")) | {"enable_hidden_state_cache": "yes", "max_hidden_state_cpu_size": "2GB"}
+        (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(values))
+        shown = {row.name: row.value for row in judge(tmp_path / "lmcache.yaml", True).settings}
+        assert shown["cold_path"] == "'/dev/null/x' is wrong"
+        assert shown["enable_hidden_state_cache"] == "False is wrong"
+        assert shown["max_hidden_state_cpu_size"] == "None is wrong"
+        values["extra_config"] |= {f"{PREFIX}cold_path": str(tmp_path), f"{PREFIX}max_cold_size": 10**9}
+        (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(values))
+        shown = {row.name: row.value for row in judge(tmp_path / "lmcache.yaml", True).settings}
+        assert shown["max_cold_size"] == "1000000000 is wrong"
 
     def test_advanced_settings_have_a_table_of_their_own_here_and_in_the_manual(self, tmp_path: Path) -> None:
         (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(good(tmp_path / "cold")))

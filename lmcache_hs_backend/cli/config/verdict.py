@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +36,8 @@ from lmcache_hs_backend.integrations.lmcache.lmcache_settings import (
 PACKAGE = "lmcache_hs_backend"
 PLUGIN_CLASS = "HSTieredBackend"
 DEFAULT_PLUGIN = "hs_tiered"
+
+_FSTAB = "/etc/fstab"
 
 #: Modules that have the plugin's class.
 _MODULES = (PACKAGE, f"{PACKAGE}.integrations.lmcache.backend")
@@ -91,6 +92,18 @@ class Verdict:
         """Whether the plugin would load and work: a cold tier that would be offline is a problem too."""
         return not self.problems
 
+    def key_of(self, name: str) -> str:
+        """What the user calls a setting of the plugin."""
+        return f"extra_config['storage_plugin.{self.plugin}.{name}']"
+
+    def blame(self, key: str, text: str) -> None:
+        """Add a problem."""
+        self.problems.append(Remark(key, text))
+
+    def warn(self, key: str, text: str) -> None:
+        """Add a warning."""
+        self.warnings.append(Remark(key, text))
+
 
 def check(path: str | None, environ: Mapping[str, str] | None = None) -> Verdict:
     """Judge a configuration.
@@ -104,15 +117,15 @@ def check(path: str | None, environ: Mapping[str, str] | None = None) -> Verdict
     try:
         loaded = load(path, env)
     except LoadError as error:
-        verdict.problems.append(Remark(error.key, f"LMCache does not start: {error}"))
+        verdict.blame(error.key, f"LMCache does not start: {error}")
         return verdict
     verdict.warnings += [Remark(*warning) for warning in loaded.warnings]
     plugins, extra = loaded["storage_plugins"] or [], loaded["extra_config"] or {}
     if not all(isinstance(name, str) for name in plugins):
-        verdict.problems.append(Remark("storage_plugins", f"storage_plugins is {plugins!r}, not a list of names"))
+        verdict.blame("storage_plugins", f"storage_plugins is {plugins!r}, not a list of names")
         return verdict
     if odd := [key for key in extra if not isinstance(key, str)]:
-        verdict.problems.append(Remark("extra_config", f"extra_config has the key {odd[0]!r}, which is no text"))
+        verdict.blame("extra_config", f"extra_config has the key {odd[0]!r}, which is no text")
         return verdict
     verdict.plugin = _plugin_of(plugins, extra)
     verdict.problems += _not_launched(loaded, plugins, extra)
@@ -132,7 +145,8 @@ def cold_path_of(path: str | None) -> TieredConfig:
     """
     loaded = load(path, ask_lmcache=False)
     extra = {key: value for key, value in (loaded["extra_config"] or {}).items() if isinstance(key, str)}
-    return TieredConfig.from_extra_config(extra, _plugin_of(loaded["storage_plugins"] or [], extra) or DEFAULT_PLUGIN)
+    plugins = [name for name in loaded["storage_plugins"] or [] if isinstance(name, str)]
+    return TieredConfig.from_extra_config(extra, _plugin_of(plugins, extra) or DEFAULT_PLUGIN)
 
 
 # -- what LMCache's launcher does ------------------------------------------------------------------------
@@ -183,20 +197,12 @@ def _wrong_loader_key(name: str, extra: Mapping[str, Any], replaced: str) -> Rem
     expected = PACKAGE if wrong == "module_path" else PLUGIN_CLASS
     value, key = extra.get(prefix + wrong), f"extra_config['{prefix}{wrong}']"
     if value:
-        why = "" if wrong == "class_name" or _is_module(value) else ", and there is no such module"
-        return Remark(key, f"{key} is {value!r}, but must be {expected!r}{why}")
+        return Remark(key, f"{key} is {value!r}, but must be {expected!r}")
     near = difflib.get_close_matches(prefix + wrong, extra, n=1, cutoff=0.85)
     instead = f"; there is {near[0]!r}" if near else ""
     if "storage_plugin" in extra or name in extra:
         instead = "; the keys under extra_config are flat, with dots in them, not nested tables"
     return Remark(key, f"{key} is missing, must be {expected!r}{instead}{replaced}")
-
-
-def _is_module(name: Any) -> bool:
-    try:
-        return importlib.util.find_spec(str(name).split(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 # -- what the plugin does --------------------------------------------------------------------------------
@@ -206,7 +212,8 @@ def _inert(loaded: LoadedSettings) -> Iterator[Remark]:
     if not loaded["enable_hidden_state_cache"]:
         yield Remark(
             "enable_hidden_state_cache",
-            "enable_hidden_state_cache is false, so the plugin loads and does nothing; set it to true",
+            "enable_hidden_state_cache is false (only true and 1 are true for LMCache), so the plugin loads and does "
+            "nothing; set it to true",
         )
     if loaded["enable_blending"]:
         yield Remark(
@@ -220,45 +227,38 @@ def _inert(loaded: LoadedSettings) -> Iterator[Remark]:
 
 
 def _resolve(verdict: Verdict, loaded: LoadedSettings, extra: Mapping[str, Any]) -> None:
-    """Every setting with its source; a wrong one is a problem, and the others are still looked at."""
+    """Judge every setting and show it with its source; where one is wrong, the others are still looked at."""
     prefix = f"storage_plugin.{verdict.plugin}."
-
-    def key_of(name: str) -> str:
-        return f"extra_config['{prefix}{name}']"
-
-    good: dict[str, Any] = {}
-    wrong: dict[str, str] = {}  # setting → what to show in place of its value
     given = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
-    for name, value in given.items():
-        if name in LOADER_KEYS:
-            continue
+    good: dict[str, Any] = {}
+    for name in [name for name in given if name not in LOADER_KEYS]:
         try:
-            TieredConfig.from_mapping({"cold_path": "/", name: value}, key_of)
-            good[name] = value
+            TieredConfig.from_mapping({"cold_path": "/", name: given[name]}, verdict.key_of)
+            good[name] = given[name]
         except ConfigError as error:
-            verdict.problems.append(Remark(key_of(name), str(error)))
-            wrong[name] = f"{shown_value(name, value)!r} is wrong"
+            verdict.blame(verdict.key_of(name), str(error))
     if "cold_path" not in given:
         try:
             default_cold_path()
         except ConfigError as error:
-            verdict.problems.append(Remark(key_of("cold_path"), str(error)))
-            wrong["cold_path"] = "missing"
-    if "cold_path" in wrong:
-        good["cold_path"] = "/"
-    config = verdict.config = TieredConfig.from_mapping(good, key_of)
+            verdict.blame(verdict.key_of("cold_path"), str(error))
+            given["cold_path"] = None
+    unusable = {} if "cold_path" in good or "cold_path" not in given else {"cold_path": "/"}
+    config = verdict.config = TieredConfig.from_mapping(good | unusable, verdict.key_of)
+    if not unusable:
+        _look_at_disk(verdict, config, str(given.get("cold_path", "/")))
+    blamed = {problem.key for problem in verdict.problems}
     for our in dataclasses.fields(TieredConfig):
         value = shown_value(our.name, getattr(config, our.name))
-        shown = wrong.get(our.name, f"{value:04o}" if our.name == "cold_dir_mode" else value)
-        source = loaded.sources["extra_config"] if our.name in given else DEFAULT
-        verdict.settings.append(SettingRow(our.name, shown, source, our.metadata["doc"]))
+        if verdict.key_of(our.name) in blamed:
+            value = f"{shown_value(our.name, given.get(our.name, value))!r} is wrong"
+        elif our.name == "cold_dir_mode":
+            value = f"{value:04o}"
+        source = loaded.sources["extra_config"] if prefix + our.name in extra else DEFAULT
+        verdict.settings.append(SettingRow(our.name, value, source, our.metadata["doc"]))
     for theirs, doc in _THEIRS.items():
-        verdict.settings.append(SettingRow(theirs, loaded[theirs], loaded.sources[theirs], doc))
-    if "cold_path" not in wrong:
-        _look_at_disk(verdict, config, key_of)
-        if "cold_path" in good and not os.path.isabs(os.path.expanduser(good["cold_path"])):
-            text = f"is {good['cold_path']!r}, a relative path: it depends on where each process is started"
-            verdict.warnings.append(Remark(key_of("cold_path"), f"{key_of('cold_path')} {text}"))
+        value = f"{loaded[theirs]!r} is wrong" if theirs in blamed else loaded[theirs]
+        verdict.settings.append(SettingRow(theirs, value, loaded.sources[theirs], doc))
 
 
 _THEIRS = {
@@ -271,9 +271,9 @@ _THEIRS = {
 }
 
 
-def _look_at_disk(verdict: Verdict, config: TieredConfig, key_of: Callable[[str], str]) -> None:
+def _look_at_disk(verdict: Verdict, config: TieredConfig, given: str) -> None:
     """What the plugin would find at its cold path. One that cannot be used is a problem, also where it would load."""
-    key = key_of("cold_path")
+    key = verdict.key_of("cold_path")
     existing = config.cold_path
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
@@ -288,26 +288,27 @@ def _look_at_disk(verdict: Verdict, config: TieredConfig, key_of: Callable[[str]
         if not disk.total_bytes:
             trouble = f"the filesystem of {existing} has no room for files"
     if trouble:
-        outcome = (
-            "" if config.require_cold else "; with require_cold: false, rows would stay in RAM until it can be used"
-        )
-        verdict.problems.append(Remark(key, f"{key} is {config.cold_path!r}, but {trouble}{outcome}"))
+        outcome = "" if config.require_cold else "; with require_cold: false, rows stay in RAM until it can be used"
+        verdict.blame(key, f"{key} is {config.cold_path!r}, but {trouble}{outcome}")
         return
     verdict.disk = disk
+    if not os.path.isabs(os.path.expanduser(given)):
+        verdict.warn(key, f"{key} is {given!r}, a relative path: it depends on where each process is started")
     if missing := _missing_mount(config.cold_path, existing):
-        verdict.warnings.append(Remark(key, missing))
+        verdict.warn(key, missing)
     for name in ("max_cold_size", "min_free_disk"):
+        label = verdict.key_of(name)
         try:
-            nbytes, cut_down = config.limit_within(name, disk.total_bytes, key_of)
+            nbytes, cut_down = config.limit_within(name, disk.total_bytes, verdict.key_of)
         except ConfigError as error:
-            verdict.problems.append(Remark(key_of(name), str(error)))
+            verdict.blame(label, str(error))
             continue
         if cut_down:
-            verdict.warnings.append(Remark(key_of(name), cut_down))
+            verdict.warn(label, cut_down)
         elif disk.free_bytes < nbytes:
             beside = ", beside what is in it already" if existing == config.cold_path else ""
-            text = f"but {disk.free_bytes / GIB:.3g} GB are free at {existing}{beside}"
-            verdict.warnings.append(Remark(key_of(name), f"{key_of(name)} is {getattr(config, name):g}, {text}"))
+            free = f"{disk.free_bytes / GIB:.3g} GB are free at {existing}{beside}"
+            verdict.warn(label, f"{label} is {getattr(config, name):g}, but {free}")
 
 
 def _missing_mount(cold_path: str, existing: str) -> str:
@@ -328,7 +329,7 @@ def _missing_mount(cold_path: str, existing: str) -> str:
 def _fstab() -> list[str]:
     """The places at which the machine mounts filesystems at its start."""
     try:
-        with open("/etc/fstab") as file:
+        with open(_FSTAB) as file:
             lines = [line.split() for line in file if not line.lstrip().startswith("#")]
     except OSError:
         return []
@@ -380,10 +381,10 @@ def _unread_keys(loaded: LoadedSettings, extra: Mapping[str, Any], plugin: str) 
     for key in extra:
         prefix, _, name = key.rpartition(".")
         owner = prefix.removeprefix("storage_plugin.")
-        if name not in settings or owner in (plugin, *(loaded["storage_plugins"] or ())):
+        if name not in settings or (owner != prefix and owner in (plugin, *(loaded["storage_plugins"] or ()))):
             continue
-        if not prefix or prefix.startswith("storage_plugin."):
-            why = f", because storage_plugins does not list {owner!r}" if prefix else ""
+        if prefix in ("", plugin) or prefix.startswith("storage_plugin."):
+            why = f", because storage_plugins does not list {owner!r}" if owner != prefix else ""
             text = f"nothing reads it{why}; the setting is 'storage_plugin.{plugin}.{name}'"
             yield Remark(f"extra_config['{key}']", text)
 
