@@ -91,7 +91,7 @@ class Phase:
             self.mismatches.append(f"{self.name}: {otherwise}")
 
 
-class CpuConnector(MockGPUConnector):  # type: ignore[misc]
+class CpuConnector(MockGPUConnector):
     """Moves KV between LMCache's memory and a CPU tensor ``[2, layers, tokens, width]`` given as ``kv``.
 
     An inference engine's connector does the same with its paged KV cache on the GPU.

@@ -89,7 +89,7 @@ def _steps(
             if case.paced:
                 time.sleep(_PAUSE_SEC)
             store = stores.upstream if side == "upstream" else stores.ours
-            took = _timed(lambda side=side, ids=ids: _store(stores, side, ids, layers))  # type: ignore[misc]
+            took = _timed(lambda side=side, ids=ids: _store(stores, side, ids, layers))
             if case.paced:
                 time.sleep(_PAUSE_SEC)
             started = time.perf_counter()

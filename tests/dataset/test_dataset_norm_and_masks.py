@@ -27,7 +27,7 @@ def plan_of(cold_path: Path, capture: dict[str, object], *, normed_by: FinalNorm
         return rows if normed_by is None or slot != LAST else normed_by(rows).bfloat16()
 
     with Writer(cold_path, capture=capture) as writer:
-        writer.put(IDS, make=make)  # type: ignore[arg-type]
+        writer.put(IDS, make=make)
     return make_plan(Choice(cold_paths=(str(cold_path),), layers=(2,), last_layer=LAST))
 
 
@@ -85,7 +85,7 @@ def test_the_norm_is_found_in_a_sharded_checkpoint_beside_those_of_the_layers(tm
 )
 def test_what_is_no_model_is_named(tmp_path: Path, spoil: object, text: str) -> None:
     folder = save_norm(tmp_path / "m")
-    spoil(folder)  # type: ignore[operator]
+    spoil(folder)
     with pytest.raises(DatasetError, match=f"--final-norm .*{text}"):
         FinalNorm.load(str(folder))
 

@@ -20,7 +20,7 @@ IDS = ids_of(40)
 
 
 def plan_of(cold_path: Path, **changes: object) -> Plan:
-    return make_plan(Choice(cold_paths=(str(cold_path),), **changes))  # type: ignore[arg-type]
+    return make_plan(Choice(cold_paths=(str(cold_path),), **changes))
 
 
 def read(plan: Plan, *, stacked: bool = True, number: int = 0) -> Rows:

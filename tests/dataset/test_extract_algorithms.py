@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> str:
 
 def extract(stored: Path, out: Path, *options: str) -> dict[str, Any]:
     assert main([str(stored), "--out", str(out), "-q", *options]) == 0
-    return json.loads((out / "manifest.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((out / "manifest.json").read_text())
 
 
 def aux(ids: list[int]) -> torch.Tensor:

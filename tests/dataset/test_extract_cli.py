@@ -49,7 +49,7 @@ def nan_in(ids: list[int], slot: int) -> torch.Tensor:
 def stored(cold_path: Path) -> Path:
     with Writer(cold_path) as writer:
         for ids in PROMPTS:
-            writer.put(ids, make=nan_in)  # type: ignore[arg-type]
+            writer.put(ids, make=nan_in)
     return cold_path
 
 
@@ -63,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def manifest_of(out: Path) -> dict[str, Any]:
-    return json.loads((out / "manifest.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((out / "manifest.json").read_text())
 
 
 def environment() -> dict[str, str]:
@@ -233,7 +233,7 @@ def test_a_bad_row_is_in_rejected_and_nowhere_else(stored: Path, tmp_path: Path,
 
 def test_when_every_row_fails_the_error_says_where_to_look(cold_path: Path, tmp_path: Path, capsys: Any) -> None:
     with Writer(cold_path) as writer:
-        writer.put(PROMPTS[7], make=nan_in)  # type: ignore[arg-type]
+        writer.put(PROMPTS[7], make=nan_in)
     assert main([str(cold_path), "--out", str(tmp_path / "out"), "--format", "modelopt", "-q"]) == 1
     assert "no sample passed its checks (1 non_finite)" in capsys.readouterr().err
     assert "NaN" in (tmp_path / "out" / "rejected.jsonl").read_text()

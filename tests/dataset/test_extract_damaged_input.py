@@ -38,7 +38,7 @@ def cold(cold_path: Path) -> Path:
 
 
 def manifest(out: Path) -> dict[str, Any]:
-    return json.loads((out / "manifest.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((out / "manifest.json").read_text())
 
 
 def killed_after(

@@ -149,7 +149,7 @@ def test_a_write_that_is_due_does_not_wait_for_the_thread_that_has_planned_it(tm
     go = threading.Event()
 
     class SlowReads(FaultyDisk):
-        def preadv(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+        def preadv(self, fd: int, views: Any, offset: int) -> int:
             go.wait(20)
             return super().preadv(fd, views, offset)
 
@@ -407,7 +407,7 @@ def test_an_answer_that_kv_is_gone_is_void_when_it_was_seen_since(tmp_path: Path
         return [Presence.GONE] * len(keys)
 
     slow = False
-    with opened(tmp_path, ask=ask, write_back_sec=FOREVER) as store:  # type: ignore[arg-type]
+    with opened(tmp_path, ask=ask, write_back_sec=FOREVER) as store:
         p, x = prompt(2), rows(2 * CHUNK)
         store.store(p.refs, p.bytes, {0: x})
         slow = True
@@ -537,7 +537,7 @@ def test_a_disk_that_stays_full_is_not_emptied_in_vain(tmp_path: Path, disk: Fau
         q = prompt(2)
         store.store(q.refs, q.bytes, {0: rows(2 * CHUNK)})
         for tries in range(1, 4):
-            wait_until(lambda tries=tries: store.stats()["errors_disk_full"] >= tries, 15)  # type: ignore[misc]
+            wait_until(lambda tries=tries: store.stats()["errors_disk_full"] >= tries, 15)
             wait_until(lambda: store.stats()["cold_state"] == "paused", 15)
             store.debug.resume_now()  # the pause is over, and the next write fails at once
         assert len(chunk_files(tmp_path)) >= 16
@@ -552,7 +552,7 @@ def test_a_floor_that_deleting_does_not_restore_costs_no_more_than_it_could_have
         class Full:
             f_bavail, f_frsize = 0, 4096
 
-        disk.statvfs = lambda path: Full()  # type: ignore[assignment,method-assign]
+        disk.statvfs = lambda path: Full()  # type: ignore[method-assign]
         q = prompt(1)
         store.store(q.refs, q.bytes, {0: rows(CHUNK)})
         store.flush(1)

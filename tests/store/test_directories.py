@@ -354,7 +354,7 @@ def test_a_directory_that_becomes_another_one_during_a_call_costs_no_chunk(tmp_p
 
         armed = opened = 0
 
-        def open(self, path: str, flags: int, mode: int = 0o777) -> int:  # type: ignore[override]
+        def open(self, path: str, flags: int, mode: int = 0o777) -> int:
             if self.armed and path.endswith(".safetensors"):
                 self.opened += 1
                 if self.opened == 2:

@@ -423,23 +423,23 @@ class Recorder(FileLayer):
     def _note(self, call: str, fd: int) -> None:
         self.calls.append((call, os.readlink(f"/proc/self/fd/{fd}")))
 
-    def pwritev(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+    def pwritev(self, fd: int, views: Any, offset: int) -> int:
         self._note("write", fd)
         return os.pwritev(fd, views, offset)
 
-    def fdatasync(self, fd: int) -> None:  # type: ignore[override]
+    def fdatasync(self, fd: int) -> None:
         self._note("sync", fd)
         os.fdatasync(fd)
 
-    def fsync(self, fd: int) -> None:  # type: ignore[override]
+    def fsync(self, fd: int) -> None:
         self._note("sync", fd)
         os.fsync(fd)
 
-    def mkdir(self, path: str, mode: int = 0o777) -> None:  # type: ignore[override]
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
         self.calls.append(("mkdir", path))
         os.mkdir(path, mode)
 
-    def rename(self, source: str, target: str) -> None:  # type: ignore[override]
+    def rename(self, source: str, target: str) -> None:
         self.calls.append(("rename", target))
         self.sources[target] = source
         os.rename(source, target)

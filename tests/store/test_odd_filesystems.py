@@ -163,7 +163,7 @@ def test_after_a_disk_was_full_for_a_moment_everything_is_written_again(tmp_path
         store.debug.resume_now()
         wait_until(lambda: store.flush(1) == 0)
         for prompt_, expected in ((first, x), (p, y)):
-            wait_until(lambda prompt_=prompt_: all(store.has(name, 0)[1] for name in prompt_.names))  # type: ignore[misc]
+            wait_until(lambda prompt_=prompt_: all(store.has(name, 0)[1] for name in prompt_.names))
             assert torch.equal(store.retrieve(prompt_.refs, [0], None)[0], expected)
         check_balance(store)
 

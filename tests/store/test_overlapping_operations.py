@@ -54,7 +54,7 @@ class Gate(FaultyDisk):
         self.entered = threading.Event()
         self._gate = threading.Event()
 
-    def unlink(self, path: str) -> None:  # type: ignore[override]
+    def unlink(self, path: str) -> None:
         if self.held is not None and path.endswith(".safetensors") and self.held(path):
             self.entered.set()
             self._gate.wait()
@@ -68,7 +68,7 @@ class Gate(FaultyDisk):
 class SlowToRead(FaultyDisk):
     """A disk that may hang, but only for reads."""
 
-    def pwritev(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+    def pwritev(self, fd: int, views: Any, offset: int) -> int:
         return os.pwritev(fd, views, offset)
 
 
@@ -249,7 +249,7 @@ def test_a_file_that_could_not_be_deleted_is_never_taken_for_a_new_chunks(tmp_pa
     class SlowForOne(FaultyDisk):
         go = threading.Event()
 
-        def open(self, path: str, flags: int, mode: int = 0o777) -> int:  # type: ignore[override]
+        def open(self, path: str, flags: int, mode: int = 0o777) -> int:
             if unread in path:
                 self.go.wait()
             return super().open(path, flags, mode)
@@ -514,7 +514,7 @@ def test_one_file_that_cannot_be_deleted_does_not_keep_others_from_making_room(t
     class OneStays(FaultyDisk):
         stays = ""
 
-        def unlink(self, path: str) -> None:  # type: ignore[override]
+        def unlink(self, path: str) -> None:
             if path == self.stays:
                 self.calls["refused"] += 1
                 raise PermissionError(errno.EPERM, "Operation not permitted", path)
@@ -541,7 +541,7 @@ def test_a_lower_limit_on_a_slow_disk_takes_no_write_for_one_that_hangs(tmp_path
         assert store.flush(20) == 0
 
     class SlowToDelete(FaultyDisk):
-        def unlink(self, path: str) -> None:  # type: ignore[override]
+        def unlink(self, path: str) -> None:
             time.sleep(0.02)
             os.unlink(path)
 

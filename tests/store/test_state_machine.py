@@ -239,7 +239,7 @@ class TwoTiers(RuleBasedStateMachine):
             assert self.store.stats()["errors_internal"] == 0
         finally:
             self.store.close()
-            orders.time = time  # type: ignore[assignment]
+            orders.time = time
             shutil.rmtree(self.root)
 
 

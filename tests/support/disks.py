@@ -65,7 +65,7 @@ class FaultyDisk(FileLayer):
                 time.sleep(sum(len(view) for view in views) / rate if rate else 0)
         return int(real(fd, views, offset))
 
-    def preadv(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+    def preadv(self, fd: int, views: Any, offset: int) -> int:
         moved = self._transfer("preadv", os.preadv, fd, views, offset)
         if self.flips:
             self.flips -= 1
@@ -73,24 +73,24 @@ class FaultyDisk(FileLayer):
             views[-1][-1] ^= 1
         return moved
 
-    def pwritev(self, fd: int, views: Any, offset: int) -> int:  # type: ignore[override]
+    def pwritev(self, fd: int, views: Any, offset: int) -> int:
         return self._transfer("pwritev", os.pwritev, fd, views, offset)
 
-    def open(self, path: str, flags: int, mode: int = 0o777) -> int:  # type: ignore[override]
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         self._before("open")
         if path in self.bad_paths:
             INJECTED["one bad file"] += 1
             raise OSError(self.bad_paths[path], os.strerror(self.bad_paths[path]), path)
         return os.open(path, flags, mode)
 
-    def rename(self, source: str, target: str) -> None:  # type: ignore[override]
+    def rename(self, source: str, target: str) -> None:
         self._before("rename")
         os.rename(source, target)
 
-    def unlink(self, path: str) -> None:  # type: ignore[override]
+    def unlink(self, path: str) -> None:
         self._before("unlink")
         os.unlink(path)
 
-    def statvfs(self, path: str) -> Any:  # type: ignore[override]
+    def statvfs(self, path: str) -> Any:
         self._before("statvfs")
         return os.statvfs(path)

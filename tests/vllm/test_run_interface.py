@@ -125,7 +125,7 @@ def test_rows_are_right_in_the_second_model_runners_order_of_calls(tmp_path: Pat
         else:
             drafter()
             output = calls.post_forward(set())
-        return output.finished_sending  # type: ignore[no-any-return]
+        return output.finished_sending
 
     requests = {"one": (list(range(24)), [1, 2, 3]), "two": (list(range(100, 124)), [4, 5, 6])}
     finished: list[Finish] = []

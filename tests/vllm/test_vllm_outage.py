@@ -40,7 +40,7 @@ def put(rig: Rig, ids: list[int], *, finish: bool = True) -> int:
     ready, sequence = rig.ready(ids, list(range(8)) * len(ids))
     for chunk in ready:
         rows = [layer[: chunk.ref.num_tokens] for layer in ROWS]
-        rig.sink.put(chunk, HostRows(rows, Arrived()), time.monotonic() + 1)  # type: ignore[arg-type]
+        rig.sink.put(chunk, HostRows(rows, Arrived()), time.monotonic() + 1)
     if finish:
         rig.sink.finish(Finish("r", ready[-1:], sequence.refs, {"request_id": "r"}, None))
     return len(ready)

@@ -489,7 +489,7 @@ def test_a_copy_that_fails_is_a_chunk_that_is_lost(rig: Rig) -> None:
     (chunk, *_), _ = rig.ready(list(range(16)), [1, 2])
     gate = threading.Event()
     gate.set()
-    rows = HostRows([torch.zeros(16, HIDDEN, dtype=torch.bfloat16)] * 2, _Copy(gate, fails=True))  # type: ignore[arg-type]
+    rows = HostRows([torch.zeros(16, HIDDEN, dtype=torch.bfloat16)] * 2, _Copy(gate, fails=True))
     rig.sink.put(chunk, rows, time.monotonic() + 1)
     wait_until(lambda: rig.sink.idle)
     assert (rig.sink.figures["taken"], rig.sink.figures["lost"]) == (1, 1)
@@ -559,7 +559,7 @@ def test_before_sleep_copies_are_waited_for_and_after_it_nothing_is_read_that_no
 
     def from_device(cache: HiddenStatesCache, *given: Any) -> HostRows:
         cache._last = event  # type: ignore[assignment]
-        return plain(cache, *given)._replace(arrived=event)  # type: ignore[arg-type]
+        return plain(cache, *given)._replace(arrived=event)
 
     monkeypatch.setattr(HiddenStatesCache, "_copy", from_device)
     ready, sequence = rig.ready(ids, blocks)
