@@ -1,4 +1,4 @@
-"""What the values of options may be, said once: numbers with limits, sizes, times.
+"""The values that options take: numbers with limits, sizes, times. Each function here is an argparse ``type``.
 
 A wrong value is one line that names the option, the value and what is allowed, with exit status 1, like every other
 error; wrong usage (an unknown option or command) is argparse's, with exit status 2.
@@ -27,7 +27,7 @@ _SIZE_UNITS = {"": 1 << 30, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with the errors of values as above."""
+    """argparse's parser, whose errors about values are as above."""
 
     def error(self, message: str) -> NoReturn:
         """End with argparse's usage message, or raise CommandError for a wrong value."""
@@ -42,7 +42,7 @@ def _wrong(text: str, allowed: str) -> argparse.ArgumentTypeError:
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """A whole number from ``low`` on."""
+    """A parser of whole numbers from ``low`` on."""
 
     def parse(text: str) -> int:
         try:
@@ -57,7 +57,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def fraction(text: str) -> float:
-    """From 0 to below 1."""
+    """Parses a number from 0 to below 1."""
     try:
         number = float(text)
     except ValueError:
@@ -68,7 +68,7 @@ def fraction(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A share: ``0.1`` or ``10%``, above 0 and at most 1."""
+    """Parses a share, above 0 and at most 1: ``0.1`` or ``10%``."""
     try:
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -79,7 +79,11 @@ def share(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes, from a number of GB (1024³ bytes, as LMCache counts) or one with a unit: ``50``, ``500MB``, ``1.5 TB``."""
+    """Parses a size: a number of GB (1024³ bytes, as LMCache counts) or with a unit: ``50``, ``500MB``, ``1.5 TB``.
+
+    Returns:
+        Bytes.
+    """
     match = _AMOUNT.fullmatch(text)
     unit = match[2].lower().removesuffix("ib").removesuffix("b") if match is not None else "?"
     if match is not None and match[2].lower() == "b":
@@ -90,7 +94,11 @@ def size(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Seconds, from a time with a unit: ``90s``, ``30min``, ``12h``, ``7d``."""
+    """Parses a time with a unit: ``90s``, ``30min``, ``12h``, ``7d``.
+
+    Returns:
+        Seconds.
+    """
     match = _AMOUNT.fullmatch(text)
     if match is None or match[2] not in _TIME_UNITS:
         raise _wrong(text, "a time such as 90s, 30min, 12h or 7d")
@@ -129,7 +137,11 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 
 def moment(text: str) -> int:
-    """A point in time in nanoseconds since the epoch, from a date (UTC) or from how long ago it was."""
+    """Parses a point in time: a date (UTC unless it says otherwise), or how long ago it was, as ``duration`` has it.
+
+    Returns:
+        Nanoseconds since the epoch.
+    """
     if not text:  # an unset variable in a script; to take it for "all" would be fatal for rm
         raise argparse.ArgumentTypeError("is empty")
     try:
@@ -146,7 +158,7 @@ def moment(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """Any text but none; see ``moment``."""
+    """Parses any text that is not empty: an empty one is an unset variable in a script."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return text

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         PROGRAM,
         description="Run a model over every row of a data set and keep the hidden states in the tiers. Running the "
         "same command again goes on where it ended.",
-        epilog="What stands behind -- is for vLLM: lmcache-hs-capture MODEL DATA.jsonl -- --gpu-memory-utilization 0.8",
+        epilog="Arguments after -- go to vLLM: lmcache-hs-capture MODEL DATA.jsonl -- --gpu-memory-utilization 0.8",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="model directory or name, as for vLLM")
@@ -83,20 +83,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0; 1 when rows are bad or missing, and on an error; 130 on Ctrl-C."""
+    """Run the command.
+
+    Args:
+        argv: The arguments; those of the process by default. What comes after ``--`` goes to vLLM.
+
+    Returns:
+        The exit status: 0; 1 when rows are bad or missing, and on an error; 130 on Ctrl-C.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     mine, theirs = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parser = _parser()
-    args = parser.parse_intermixed_args(mine)  # files may stand behind options
+    args = parser.parse_intermixed_args(mine)  # files may come after options
     if not args.data and not args.serve_command:
         parser.error("DATA is missing")
     if args.server and theirs:
-        parser.error("--server: what stands behind -- is for a vLLM that this command starts, and there is none")
+        parser.error(
+            "--server: arguments after -- are for a vLLM that this command starts, and with --server it starts none"
+        )
     return run(PROGRAM, lambda: _capture(args, theirs))
 
 
 def program() -> None:
-    """The installed command: ``main``, and an end that waits for no thread of vLLM's after Ctrl-C."""
+    """The installed command: ``main``, and an exit that does not wait for vLLM's threads after Ctrl-C."""
     status = main()
     if status == 130:
         sys.stdout.flush()

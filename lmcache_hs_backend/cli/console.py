@@ -2,7 +2,7 @@
 
 In the manner of LMCache's own command line: ``--format terminal|json``, ``--output PATH``, ``-q``; exit
 status 1 on an error, 130 on Ctrl-C. Results go to standard output, progress and errors to standard
-error. Plain text where there is no terminal; colours not where NO_COLOR is set. Knows nothing of chunks.
+error. Plain text where there is no terminal; no colours where NO_COLOR is set. Nothing here is about chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CommandError(Exception):
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """``--format``, ``--output`` and ``--quiet``, as every LMCache command has them."""
+    """Add ``--format``, ``--output`` and ``--quiet``, as every LMCache command has them."""
     group = parser.add_argument_group("output")
     group.add_argument(
         "--format", choices=("terminal", "json"), default="terminal", help="how to print (default: terminal)"
@@ -42,7 +42,15 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(program: str, main: Callable[[], int]) -> int:
-    """Call ``main`` and turn its end into an exit status, with at most one line on standard error."""
+    """Call ``main``, and print at most one line on standard error, whatever it raises.
+
+    Args:
+        program: The command's name, for that line.
+        main: What to run; it gives an exit status.
+
+    Returns:
+        The exit status: that of ``main``; 1 on an error; 130 on Ctrl-C; 141 when the reader of a pipe has gone.
+    """
     # torch says this once where NumPy is not installed; we do not need it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
@@ -51,7 +59,7 @@ def run(program: str, main: Callable[[], int]) -> int:
     except CommandError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `... | head` has seen enough
+    except BrokenPipeError:  # `... | head` has ended
         _drop_standard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:  # a disk that fails, a directory that may not be read
@@ -65,7 +73,7 @@ def run(program: str, main: Callable[[], int]) -> int:
 
 
 def _drop_standard_output() -> None:
-    """Let the interpreter flush into nothing at exit, or it would complain about the broken pipe again."""
+    """Flushing at exit would raise about the broken pipe again, so standard output goes nowhere from here on."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
@@ -74,8 +82,12 @@ def _drop_standard_output() -> None:
 class Output:
     """Where a command's results go: standard output, the file of ``--output``, both or neither.
 
-    Use as a context manager. ``--output`` is written under a temporary name and appears when the command
-    is through. Raises CommandError when the file cannot be written.
+    A context manager. The file of ``--output`` is written under a temporary name, and renamed at the end of a command
+    that did not fail; entering raises CommandError when it cannot be written.
+
+    Attributes:
+        json: Whether ``--format json`` was given.
+        quiet: Whether ``--quiet`` was given: nothing goes to standard output.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -122,17 +134,17 @@ class Output:
         return None
 
     def show(self, renderable: RenderableType, style: str | None = None) -> None:
-        """Print something of rich's, or a text, and a newline."""
+        """Print a text, or something that rich can render, and a newline."""
         for sink in self._sinks:
             sink.print(renderable, style=style)
 
     def write(self, text: str) -> None:
-        """Print text as it is. Fast: for lines by the hundred thousand."""
+        """Print text as it is, without rich: fast enough for hundreds of thousands of lines."""
         for sink in self._sinks:
             sink.file.write(text)
 
     def flush(self) -> None:
-        """Let what has been written be seen now."""
+        """Write out what is buffered."""
         for sink in self._sinks:
             sink.file.flush()
 
@@ -146,9 +158,11 @@ class Output:
             sink.print(Text(text), style=style, no_wrap=True, overflow="ellipsis", crop=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table; columns whose name starts with ``>`` are aligned to the right.
+        """Print a table. Where the terminal is too narrow, each row is a block: its first cell, then names and values.
 
-        Where the terminal is too narrow for it, each row becomes a block: its first cell, then names and values.
+        Args:
+            columns: Their names; ``>`` before a name aligns the column to the right.
+            rows: As many cells in each as there are columns.
         """
         names = [column.lstrip(">") for column in columns]
         cells = [max(map(len, (name, *column))) for name, column in zip(names, zip(*rows, strict=True), strict=False)]
@@ -167,7 +181,16 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-        """A progress bar on standard error where that is a terminal; gives a function to advance it."""
+        """A progress bar on standard error, where that is a terminal.
+
+        Args:
+            what: What is being done, in front of the bar.
+            total: How many steps, or bytes, there are.
+            in_bytes: Whether ``total`` counts bytes.
+
+        Yields:
+            A function that advances the bar by a number of steps or bytes.
+        """
         if self.quiet or not sys.stderr.isatty():
             yield lambda amount: None
             return
@@ -185,7 +208,7 @@ _PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the program with status 1, which means a finding. ``run`` knows better."""
+        """Leave it to ``run``: rich would end the program with status 1, which means a finding."""
         raise BrokenPipeError
 
 
@@ -194,7 +217,14 @@ def _console(file: TextIO, width: int | None) -> Console:
 
 
 def confirm(question: str) -> bool:
-    """Ask on the terminal; only a typed yes is one. Raises CommandError where nobody can be asked."""
+    """Ask a question on the terminal.
+
+    Returns:
+        Whether the answer was ``y`` or ``yes``.
+
+    Raises:
+        CommandError: Standard input is no terminal.
+    """
     if not sys.stdin.isatty():
         raise CommandError(f"{question} There is no terminal to ask on: say --yes to go on, or --dry-run to look")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -205,7 +235,7 @@ def confirm(question: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text from a file, with everything escaped that would move the cursor or worse."""
+    """Text from a file, with every character escaped that is not printable: it could move the cursor, or worse."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

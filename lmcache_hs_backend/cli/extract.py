@@ -139,7 +139,7 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0, 1 on an error, 130 on Ctrl-C."""
+    """Run the command, and give its exit status: 0, 1 on an error, 130 on Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["show"]:
         return show_sample.main(arguments[1:])

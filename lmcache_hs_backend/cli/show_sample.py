@@ -24,7 +24,7 @@ _LONGEST = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. 0, 1 on an error."""
+    """Run the command, and give its exit status: 0, 1 on an error."""
     parser = Parser(
         prog=PROGRAM,
         description="Show a sample of a set that lmcache-hs-extract has written, in any format: its text with what is "

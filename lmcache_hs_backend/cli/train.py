@@ -14,7 +14,7 @@ PROGRAM = "lmcache-hs-train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Register the backend, then run the trainer. 1 when it is not installed."""
+    """Register the backend, then run the trainer. Gives the exit status: 1 when it is not installed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         backend = importlib.import_module("lmcache_hs_backend.integrations.speculators")
