@@ -157,7 +157,7 @@ def scan_flat(directory: str) -> Iterator[FoundFile]:
     return filter(None, map(_found, _listed(directory)))
 
 
-# -- looking from outside: unlike the store, which goes on, a reader is told what it may not look into -------------
+# -- looking from outside: unlike the store, which goes on, a reader gets an error for what it may not open ------------
 
 
 class ChunkPath(NamedTuple):

@@ -319,7 +319,7 @@ class TieredHiddenStateStore:
         return self.tiers.add_layer(key_name(key), _layer_idx(layer_idx), checked_rows(rows, len(rows)), key)
 
     def kv_removed(self, keys: Iterable[Any]) -> None:
-        """LMCache has been told to remove the KV of these keys everywhere."""
+        """LMCache removes the KV of these keys everywhere."""
         self.tiers.kv_gone([key_name(key) for key in keys])
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def _is_described(directory: str, record: dict[str, Any]) -> bool:
 
 
 class UnusableColdPath(ConfigError):
-    """The settings may be right, but the cold path cannot be used now: it is missing, read-only, a file, locked, …"""
+    """The settings may be right, but the cold path cannot be used now: it is missing, read-only, a file, or locked."""
 
 
 class NotOurs(OSError):

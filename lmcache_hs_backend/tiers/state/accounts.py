@@ -14,7 +14,7 @@ from lmcache_hs_backend.format.layout import FoundFile
 
 @dataclass
 class DiskAccounts:
-    """Bytes by kind, and the files behind them in the order in which they leave."""
+    """Bytes by kind, and the files that they belong to, in the order in which they leave."""
 
     own: int = 0
     reserved: int = 0  # promised to writes that are under way
@@ -35,6 +35,7 @@ class DiskAccounts:
 
     @property
     def total(self) -> int:
+        """All bytes that count against ``max_cold_size``."""
         return self.own + self.reserved + self.archive + self.quarantine + self.dead + self.trash
 
     def add_archived(self, name: bytes, size: int) -> None:

@@ -100,7 +100,7 @@ class ChunkEntry:
     """One chunk. Only ``tiers.state`` writes its fields, under the store's lock."""
 
     name: bytes
-    prefix: bytes = b""  # its prefix digest; empty until a header or a store has told it
+    prefix: bytes = b""  # its prefix digest; empty until a header or a store gives it
     num_tokens: int = 0
     kv_key: Any = None
     kv: KvState = UNCONFIRMED

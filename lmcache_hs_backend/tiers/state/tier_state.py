@@ -42,9 +42,11 @@ class Tally:
         self.losses: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
+        """Count something; ``name`` is one of metrics.COUNTERS."""
         self.counts[name] += count
 
     def loss(self, reason: str, chunks: int = 1) -> None:
+        """Count chunks that are lost; ``reason`` is one of metrics.DROPS."""
         self.losses[reason] += chunks
 
     def take(self) -> tuple[Counter[str], Counter[str]]:
@@ -123,6 +125,7 @@ class TierState:
 
     @property
     def unconfirmed_chunks(self) -> int:
+        """Chunks whose KV has not been seen in this process."""
         return len(self.entries) - self.confirmed_chunks
 
     # -- chunks ------------------------------------------------------------------------------------------

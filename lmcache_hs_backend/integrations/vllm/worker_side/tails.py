@@ -5,7 +5,7 @@ longer chunk with the same parent begins with the same tokens, and the tail hold
 module remembers what is needed to name such tails; it neither stores nor deletes anything.
 
 A chunk's name follows from its parent and its token ids. So of a tail only its parent and its length have to
-be remembered: whoever has a longer chunk can tell what a tail of that length would be called.
+be remembered: from a longer chunk follows what a tail of that length would be called.
 """
 
 from __future__ import annotations
