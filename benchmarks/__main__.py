@@ -32,11 +32,9 @@ from benchmarks.sizes import SIZES
 
 #: In the order of their value: when time is short, the last are left out with --only.
 SUBJECTS = (
-    "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
+    "callers", "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
     "threads", "space", "cost",
 )  # fmt: skip
-#: Run when named with --only: callers takes ten minutes, and is not in the documentation yet.
-BY_NAME = ("callers",)
 THREADS = 2  # of torch: the figures are for two cores
 DOCS = Path(__file__).parent.parent / "docs"
 APPENDIX = DOCS / "performance"
@@ -47,7 +45,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="for CI: under three minutes")
     size.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="for the tests: seconds")
-    parser.add_argument("--only", metavar="SUBJECTS", help=f"some of: {','.join((*BY_NAME, *SUBJECTS))}")
+    parser.add_argument("--only", metavar="SUBJECTS", help=f"some of: {','.join(SUBJECTS)}")
     parser.add_argument("--out", metavar="DIR", type=Path, help="write performance.json (and plots) there")
     parser.add_argument(
         "--docs", action="store_true", help="write docs/performance/ and the figures of docs/performance.md"
@@ -63,14 +61,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.set_defaults(size="full")
     options = parser.parse_args(argv)
     names = options.only.split(",") if options.only else SUBJECTS
-    unknown = set(names) - {*SUBJECTS, *BY_NAME}
+    unknown = set(names) - set(SUBJECTS)
     if unknown:
-        parser.error(
-            f"--only: {', '.join(sorted(unknown))} is not a subject; they are {', '.join((*BY_NAME, *SUBJECTS))}"
-        )
+        parser.error(f"--only: {', '.join(sorted(unknown))} is not a subject; they are {', '.join(SUBJECTS)}")
     if options.render and (options.only or options.docs or options.out or options.size != "full"):
         parser.error("--render takes no other option: it measures nothing")
-    options.subjects = [name for name in (*BY_NAME, *SUBJECTS) if name in names]
+    options.subjects = [name for name in SUBJECTS if name in names]
     if options.docs and options.size != "full":
         parser.error("--docs takes the full size: smaller ones are for checking, their figures mean little")
     here = importlib.util.find_spec("vllm")  # without an origin it is some directory of that name

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every figure beside its peers and beside the machine's limits, in one run.
 #
-#   scripts/bench.sh [--docs]    all subjects, some 25 minutes; --docs writes docs/performance.md and its appendix
+#   scripts/bench.sh [--docs]    all subjects, some 35 minutes; --docs writes docs/performance.md and its appendix
 #   scripts/bench.sh --render    writes these again from what was measured last
 #   scripts/bench.sh --quick     a sign of life of each subject, under three minutes (CI)
 #   scripts/bench.sh --only hot,cold --dir /nvme/tmp --vllm-python /opt/vllm/bin/python

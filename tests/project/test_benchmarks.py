@@ -14,11 +14,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = (
-    "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
+    "callers", "hot", "cold", "cold_cases", "demotion", "first_row", "overhead", "opening", "zipf", "latency", "layers",
     "threads", "space", "cost",
 )  # fmt: skip
 #: Figures that the size decides: how many files, how large a prompt.
 FIGURES = {
+    "callers.store.idle.p50", "callers.store.busy.p90", "callers.retrieve.idle.p50", "callers.retrieve.busy.p90",
     "hot.store_vs_upstream", "hot.store_vs_copy", "hot.retrieve_vs_upstream", "hot.retrieve_vs_copy",
     "hot.native_vs_copy", "hot.kept_vs_upstream", "cold.retrieve_vs_raw", "cold.worst_vs_disk_backend",
     "cold.worst_vs_disk_backend_direct", "cold.worst_vs_load_file", "cold.mixed", "cold_cases.vs_limit",
@@ -53,14 +54,6 @@ def test_every_subject_runs_and_its_figures_are_written_down(record: dict[str, A
     assert figures.keys() >= FIGURES
     for figure in figures.values():
         assert figure["low"] <= figure["value"] <= figure["high"], figure
-
-
-@pytest.mark.slow
-def test_small_calls_are_measured_when_they_are_named(tmp_path: Path) -> None:
-    done = run("benchmarks", "--tiny", "--only", "callers", "--out", str(tmp_path), "--dir", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (measured,) = json.loads((tmp_path / "performance.json").read_text())["subjects"].values()
-    assert any("store, p90, times upstream" in figure["text"] for figure in measured["figures"])
 
 
 @pytest.mark.slow
