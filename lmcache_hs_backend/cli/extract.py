@@ -20,12 +20,11 @@ from typing import Any
 from rich import progress as bars
 from rich.console import Console
 
-from lmcache_hs_backend import __version__
 from lmcache_hs_backend.cli import show_sample
-from lmcache_hs_backend.cli.arguments import Parser, add_shared_options, at_least, fraction, size
 from lmcache_hs_backend.cli.console import CommandError, bytes_text, duration_text, run
-from lmcache_hs_backend.dataset import chains
-from lmcache_hs_backend.dataset.chains import read_once
+from lmcache_hs_backend.cli.extract_options import PROGRAM, extract_parser
+from lmcache_hs_backend.dataset import chains, parts
+from lmcache_hs_backend.dataset.chains import Sample, read_once
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
 from lmcache_hs_backend.dataset.export import (
     COVERAGE,
@@ -39,103 +38,11 @@ from lmcache_hs_backend.dataset.export import (
     remedy,
     trial,
 )
-from lmcache_hs_backend.dataset.final_norm import check_kind
 from lmcache_hs_backend.dataset.formats import FORMATS, format_of
 from lmcache_hs_backend.dataset.formats.base import Format, Job
-from lmcache_hs_backend.dataset.journal import STATE, Rejected, read_head
-from lmcache_hs_backend.dataset.masks import KINDS
-from lmcache_hs_backend.dataset.norm_kinds import KINDS as NORM_KINDS
-from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, plan_norm
-from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, is_url, url_options
-
-PROGRAM = "lmcache-hs-extract"
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog=PROGRAM,
-        description="Write the hidden states of cold paths as a training set. Several cold paths (nodes, ranks) are "
-        "merged; the same chunk found twice counts once. `show SET [N]` shows a sample of what was written.",
-    )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    parser.add_argument(
-        "cold_path", nargs="+", metavar="COLD_PATH",
-        help="as in the setting cold_path; or the URL of a shared tier, as in shared_url, which is read as it is",
-    )  # fmt: skip
-    add_shared_options(parser)
-    parser.add_argument(
-        "--cache-dir",
-        metavar="DIR",
-        help="where objects that several samples share are kept (default: the user's cache)",
-    )
-    parser.add_argument(
-        "--cache-size", metavar="SIZE", type=size, default=int(DEFAULT_CACHE_GB * 2**30),
-        help=f"how much of them, in GB or with a unit; 0: none (default: {DEFAULT_CACHE_GB:g})",
-    )  # fmt: skip
-    parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
-    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="the trainer that will read it")
-    parser.add_argument(
-        "--algorithm", metavar="NAME", choices=sorted({name for known in FORMATS.values() for name in known}),
-        help="what it will be trained as, which decides the tensors for specforge and torchspec: eagle3 (the default), "
-        "dflash, domino or dspark",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model", metavar="NAME[@REVISION][/KV_DTYPE]", help="which rows, where there are several models"
-    )
-    parser.add_argument(
-        "--chunk-size", type=at_least(1), metavar="N", help="which chunks, where there are several sizes"
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
-    what = parser.add_argument_group("samples")
-    what.add_argument(
-        "--sequences", default="leaves", metavar="leaves|requests|dataset:PATH",
-        help="every maximal chain of chunks; what request records say; or the rows of a prepared dataset with "
-        "input_ids and loss_mask, assistant_masks or labels: a datasets folder, JSONL or Parquet (default: leaves)",
-    )  # fmt: skip
-    what.add_argument(
-        "--loss-mask", choices=KINDS,
-        help="tokens to train on (default: dataset with a dataset; recorded with requests: the spans in the request "
-        "record, or else what follows the prompt; else all)",
-    )  # fmt: skip
-    what.add_argument("--tokenizer", metavar="DIR", help="where tokenizer.json is, for --loss-mask chatml and llama3")
-    what.add_argument("--min-tokens", type=at_least(1), default=1, metavar="N", help="leave out shorter samples")
-    what.add_argument("--max-tokens", type=at_least(1), metavar="N", help="cut longer samples")
-    what.add_argument(
-        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N shares, from 1/N to N/N"
-    )
-    what.add_argument("--limit", type=at_least(1), metavar="N", help="the first N samples only")
-    what.add_argument("--val-fraction", type=fraction, default=0.0, metavar="F", help="share of samples for validation")
-    rows = parser.add_argument_group("hidden states")
-    rows.add_argument(
-        "--layers",
-        type=_slots,
-        metavar="A,B,C",
-        help="storage slots of the auxiliary layers (default: all but the last)",
-    )
-    rows.add_argument(
-        "--last-layer", type=int, metavar="Z", help="storage slot of the last layer (default: as captured)"
-    )
-    rows.add_argument(
-        "--final-norm", metavar="MODEL_DIR",
-        help="the model whose final norm the rows are checked against; applied where the format wants them after it",
-    )  # fmt: skip
-    rows.add_argument(
-        "--norm-kind", type=_norm_kind, metavar="KIND[:EPS]",
-        help=f"how that norm computes, where the model's type is not known: {', '.join(NORM_KINDS)}",
-    )  # fmt: skip
-    rows.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: speculators only (default: bf16)")
-    how = parser.add_argument_group("running")
-    how.add_argument(
-        "--workers", type=at_least(1), default=min(4, os.cpu_count() or 1), metavar="N",
-        help="threads, each with one sample in memory (default: the number of CPUs, at most 4)",
-    )  # fmt: skip
-    how.add_argument("--resume", action="store_true", help="go on where an earlier run with the same options ended")
-    how.add_argument("--dry-run", action="store_true", help="say what would be written, and how long it would take")
-    how.add_argument(
-        "--strict", action="store_true",
-        help="end with 1 when a sample was rejected, or a request, row or chunk file could not be used",
-    )  # fmt: skip
-    return parser
+from lmcache_hs_backend.dataset.journal import STATE, Rejected, read_head, read_plan
+from lmcache_hs_backend.dataset.plan import Choice, NormPlan, Plan, make_plan, plan_norm, planned
+from lmcache_hs_backend.format.url_files import is_url, url_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["show"]:
         return show_sample.main(arguments[1:])
-    return run(PROGRAM, lambda: _extract(_parser().parse_args(arguments)))
+    return run(PROGRAM, lambda: _extract(extract_parser().parse_args(arguments)))
 
 
 def _extract(args: argparse.Namespace) -> int:
@@ -155,29 +62,27 @@ def _extract(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     if args.dtype not in kind.dtypes:
         raise CommandError(f"--dtype {args.dtype}: --format {args.format} is read in {' or '.join(kind.dtypes)} only")
-    choice = Choice(
-        cold_paths=tuple(args.cold_path), model=args.model, layers=args.layers, last_layer=args.last_layer,
-        sequences=args.sequences, loss_mask=args.loss_mask, tokenizer=args.tokenizer, min_tokens=args.min_tokens,
-        max_tokens=args.max_tokens, shard=args.shard, limit=args.limit, chunk_size=args.chunk_size,
-        uses_last=kind.uses_last, urls=url_options(args.shared_options, args.cache_dir, args.cache_size),
-    )  # fmt: skip
+    choice = _choice(args, kind)
     say: Callable[[str], None] = (lambda text: None) if args.quiet else print
     out = os.path.realpath(args.out)
     paths = [path.removeprefix("file://") for path in args.cold_path if not is_url(path)]
     for cold_path in (os.path.realpath(os.path.expanduser(path)) for path in paths):
         if os.path.commonpath((out, cold_path)) == cold_path:
             raise CommandError(f"--out {args.out} lies in the cold path {cold_path}, in which nothing is to be changed")
+    if args.workers is None:
+        args.workers = 1 if args.ray is not None else min(4, os.cpu_count() or 1)
     try:
-        if args.resume and _is_complete(args):
+        in_parts = args.plan or args.part or args.finish or args.ray is not None
+        if (args.resume or in_parts) and _is_complete(args):
             say(f"{args.out} is complete; nothing to resume")
             return 0
-        if args.resume and (planned := read_head(args.out)):
-            choice = _as_planned(choice, planned, args)
+        if in_parts:
+            return _in_parts(choice, args, kind, say)
+        if args.resume and (head := read_head(args.out)):
+            choice = _as_planned(choice, head, args)
         with _counting(args.quiet) as looked_at:
             plan = make_plan(choice, looked_at)
-        if not plan.layers.aux and not kind.aux_optional:
-            raise DatasetError(f"--format {args.format} needs auxiliary layers; name them with --layers")
-        _check_split(len(plan.samples), args.val_fraction)
+        _check_plan(plan, args, kind)
         norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
         _describe(plan, args, say)
         if args.dry_run:
@@ -185,6 +90,21 @@ def _extract(args: argparse.Namespace) -> int:
         return _write(plan, norm, args, kind, say)
     except DatasetError as error:
         raise CommandError(str(error)) from None
+
+
+def _choice(args: argparse.Namespace, kind: type[Format]) -> Choice:
+    return Choice(
+        cold_paths=tuple(args.cold_path), model=args.model, layers=args.layers, last_layer=args.last_layer,
+        sequences=args.sequences, loss_mask=args.loss_mask, tokenizer=args.tokenizer, min_tokens=args.min_tokens,
+        max_tokens=args.max_tokens, shard=args.shard, limit=args.limit, chunk_size=args.chunk_size,
+        uses_last=kind.uses_last, urls=url_options(args.shared_options, args.cache_dir, args.cache_size),
+    )  # fmt: skip
+
+
+def _check_plan(plan: Plan, args: argparse.Namespace, kind: type[Format]) -> None:
+    if not plan.layers.aux and not kind.aux_optional:
+        raise DatasetError(f"--format {args.format} needs auxiliary layers; name them with --layers")
+    _check_split(len(plan.samples), args.val_fraction)
 
 
 def _job(plan: Plan, norm: NormPlan, args: argparse.Namespace, out: str, state: str) -> Job:
@@ -198,30 +118,47 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
     out = os.path.abspath(args.out)
     writer = kind(_job(plan, norm, args, out, os.path.join(out, STATE)))
     with Extraction(args.out, resume=args.resume) as extraction:
-        journal = extraction.journal
-        head = _head(plan, norm, args)
-        if journal.has_plan():
-            planned, samples = journal.read_plan(plan.index)
-            _check_options(planned["options"], args)
-            head = planned
+        if extraction.journal.has_plan():
+            head, samples = extraction.journal.read_plan(plan.index)
+            _check_options(head["options"], args)
         else:
-            samples = plan.samples
-            _check_room(args, sum(writer.nbytes(sample.tokens) for sample in samples), extraction.out)
-            bad_rows = [Rejected(f"row-{number}", 0, why.reason, str(why)) for number, why in plan.report.bad_rows]
-            with extraction.writing():
-                if plan.report.coverage:
-                    _write_coverage(plan, journal.directory, journal.temporary)
-                journal.write_plan(head, samples, plan.index, bad_rows)
+            head, samples = _file_plan(extraction, plan, norm, args, writer), plan.samples
         norm.reader.reads_once(read_once(plan.index, samples))
         encoder = Encoder(norm.reader, plan, writer)
-        val_from = len(samples) - round(len(samples) * args.val_fraction)
         started = time.monotonic()
-        total = sum(writer.nbytes(sample.tokens) for sample in samples)
-        with _bar(total, len(samples), args.quiet) as show:
-            done = extraction.run(samples, val_from, encoder, writer, args.workers, show)
-        with extraction.writing(), suppress(FileNotFoundError):  # the plan's, whatever the cold path has by now
-            os.replace(os.path.join(journal.directory, COVERAGE), os.path.join(extraction.out, COVERAGE))
-        head = extraction.finish(writer, head)
+        with _bar(writer, samples, args.quiet) as show:
+            done = extraction.run(samples, _val_from(samples, args), encoder, writer, args.workers, show)
+        return _end(extraction, writer, head, done, started, args, say)
+
+
+def _val_from(samples: Sequence[Sample], args: argparse.Namespace) -> int:
+    return len(samples) - round(len(samples) * args.val_fraction)
+
+
+def _file_plan(
+    extraction: Extraction, plan: Plan, norm: NormPlan, args: argparse.Namespace, writer: Format
+) -> dict[str, Any]:
+    """File the samples before the first is written. Gives the head of the manifest."""
+    journal, head = extraction.journal, _head(plan, norm, args)
+    _check_room(args, sum(writer.nbytes(sample.tokens) for sample in plan.samples), extraction.out)
+    bad_rows = [Rejected(f"row-{number}", 0, why.reason, str(why)) for number, why in plan.report.bad_rows]
+    with extraction.writing():
+        if plan.report.coverage:
+            _write_coverage(plan, journal.directory, journal.temporary)
+        if args.plan or args.ray is not None:
+            parts.write_index(extraction.out, plan.index, plan.samples, norm.stored_normed)
+        journal.write_plan(head, plan.samples, plan.index, bad_rows)
+    return head
+
+
+def _end(
+    extraction: Extraction, writer: Format, head: dict[str, Any], done: Progress, started: float,
+    args: argparse.Namespace, say: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Every sample has its place: describe the set, and say what became of it. Gives the exit status."""
+    with extraction.writing(), suppress(FileNotFoundError):  # the plan's, whatever the cold path has by now
+        os.replace(os.path.join(extraction.journal.directory, COVERAGE), os.path.join(extraction.out, COVERAGE))
+    head = extraction.finish(writer, head)
     seconds = max(1e-3, time.monotonic() - started)
     say(
         f"{done.published} samples, {done.tokens} tokens, {bytes_text(done.nbytes)} in {duration_text(seconds)} "
@@ -236,10 +173,81 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
         )
     if "fp8_relative_error" in head:
         errors = ", ".join(
-            f"{slot}: {error:.4f}" for slot, error in zip(plan.layers.slots, head["fp8_relative_error"], strict=True)
+            f"{slot}: {error:.4f}"
+            for slot, error in zip(head["layers"]["slots"], head["fp8_relative_error"], strict=True)
         )
         say(f"relative error of fp8 by layer: {errors}")
     return _status(args, head)
+
+
+# -- many machines -------------------------------------------------------------------------------------------
+
+
+def _in_parts(choice: Choice, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> int:
+    """``--plan``, ``--part``, ``--finish`` or ``--ray``. Gives the exit status. Raises DatasetError."""
+    if args.resume or args.dry_run:
+        raise DatasetError("--plan, --part, --finish and --ray go on by themselves: leave out --resume and --dry-run")
+    head = read_head(args.out)
+    if head is not None:
+        _check_options(head["options"], args)
+    elif args.plan or args.ray is not None:
+        _plan_parts(choice, args, kind, say)
+    else:
+        raise DatasetError(f"{args.out} has no plan; run the same command line with --plan first")
+    if args.plan and head is not None:
+        say(f"{args.out} is planned; go on with --part")
+    if args.ray is not None:
+        from lmcache_hs_backend.cli.ray_tasks import run_tasks
+
+        run_tasks(args, write_part, say)
+    elif args.part:
+        done = write_part(args)
+        number, of = args.part
+        say(f"part {number} of {of}: {done.published} samples, {bytes_text(done.nbytes)}, {done.rejected} rejected")
+    return _finish_parts(args, kind, say) if args.finish or args.ray is not None else 0
+
+
+def _plan_parts(choice: Choice, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> None:
+    with _counting(args.quiet) as looked_at:
+        plan = make_plan(choice, looked_at)
+    _check_plan(plan, args, kind)
+    norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
+    _describe(plan, args, say)
+    with Extraction(args.out, resume=True) as extraction:
+        writer = kind(_job(plan, norm, args, extraction.out, extraction.journal.directory))
+        _file_plan(extraction, plan, norm, args, writer)
+    say(f"{len(plan.samples)} samples are planned in {args.out}; go on with --part 1/N to N/N, then --finish")
+
+
+def write_part(args: argparse.Namespace) -> Progress:
+    """Write the part that the arguments name, on whatever machine. Raises DatasetError."""
+    one_thread_per_row()
+    kind = format_of(args.format, args.algorithm)
+    urls = url_options(args.shared_options, args.cache_dir, args.cache_size)
+    index, stored_normed = parts.read_index(args.out, urls)
+    head, samples = read_plan(args.out, index.chunks)
+    plan = planned(_as_planned(_choice(args, kind), head, args), index, samples)
+    norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind, stored_normed=stored_normed)
+    norm.reader.reads_once(read_once(index, samples))
+    writer = kind(_job(plan, norm, args, os.path.abspath(args.out), os.path.join(os.path.abspath(args.out), STATE)))
+    places = parts.places_of(index, samples, *args.part)
+    run = parts.PartRun(os.path.abspath(args.out), *args.part)
+    with _bar(writer, [samples[place] for place in places], args.quiet) as show:
+        return run.run(samples, places, Encoder(norm.reader, plan, writer), args.workers, show)
+
+
+def _finish_parts(args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> int:
+    index, stored_normed = parts.read_index(args.out, None)
+    head, samples = read_plan(args.out, index.chunks)
+    plan = planned(_as_planned(_choice(args, kind), head, args), index, samples)
+    norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind, stored_normed=stored_normed)
+    with Extraction(args.out, resume=True) as extraction:
+        writer = kind(_job(plan, norm, args, extraction.out, extraction.journal.directory))
+        started = time.monotonic()
+        outcomes = parts.outcomes(extraction.out, samples, writer.in_shards)
+        with _bar(writer, samples, args.quiet) as show:
+            done = extraction.publish(samples, _val_from(samples, args), writer, outcomes, show)
+        return _end(extraction, writer, head, done, started, args, say)
 
 
 def _status(args: argparse.Namespace, head: dict[str, Any]) -> int:
@@ -300,6 +308,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that decide what is written, as JSON has them."""
     beside = (
         "out", "workers", "resume", "dry_run", "quiet", "strict", "shared_options", "cache_dir", "cache_size",
+        "plan", "part", "finish", "ray", "ray_parts",
     )  # fmt: skip
     options = {name: value for name, value in vars(args).items() if name not in beside}
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
@@ -427,7 +436,7 @@ def _counting(quiet: bool) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _bar(nbytes: int, samples: int, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+def _bar(writer: Format, samples: Sequence[Sample], quiet: bool) -> Iterator[Callable[[Progress], None]]:
     """Rows, tokens, GB/s and time left on standard error, where that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda progress: None
@@ -435,40 +444,13 @@ def _bar(nbytes: int, samples: int, quiet: bool) -> Iterator[Callable[[Progress]
     text_column = bars.TextColumn("{task.fields[text]}")
     columns = (bars.BarColumn(), text_column, bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=nbytes, text="")
+        task = bar.add_task("", total=sum(writer.nbytes(sample.tokens) for sample in samples), text="")
 
         def show(progress: Progress) -> None:
-            text = f"{progress.published + progress.rejected}/{samples} rows, {progress.tokens} tokens"
+            text = f"{progress.published + progress.rejected}/{len(samples)} rows, {progress.tokens} tokens"
             bar.update(task, completed=progress.nbytes, text=text)
 
         yield show
-
-
-# -- arguments -----------------------------------------------------------------------------------------------
-
-
-def _norm_kind(text: str) -> str:
-    try:
-        return check_kind(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _slots(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text != "none" else ()
-    except ValueError:
-        raise argparse.ArgumentTypeError("must be storage slots such as 2,15,27, or none") from None
-
-
-def _shard(text: str) -> tuple[int, int]:
-    try:
-        number, of = (int(part) for part in text.split("/"))
-    except ValueError:
-        raise argparse.ArgumentTypeError("must be I/N, such as 1/4") from None
-    if not 1 <= number <= of:
-        raise argparse.ArgumentTypeError("must be I/N with I from 1 to N")
-    return number, of
 
 
 if __name__ == "__main__":

@@ -237,3 +237,29 @@ def read_once(index: ChunkIndex, samples: Sequence[Sample]) -> set[int]:
         if parent >= 0:
             uses[parent] += uses[position]
     return {position for position, count in enumerate(uses) if count == 1}
+
+
+def neighbours(index: ChunkIndex, samples: Sequence[Sample]) -> list[int]:
+    """The numbers of all samples, those that share the most chunks beside each other."""
+    children: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    roots: list[int] = []
+    for number, sample in enumerate(samples):
+        ends.setdefault(sample.last, []).append(number)
+        position = sample.last
+        while position not in seen:
+            seen.add(position)
+            parent = index.chunks[position].parent
+            if parent < 0:
+                roots.append(position)
+                break
+            children.setdefault(parent, []).append(position)
+            position = parent
+    order: list[int] = []
+    stack = roots
+    while stack:
+        position = stack.pop()
+        order += ends.get(position, [])
+        stack += children.get(position, [])
+    return order

@@ -44,6 +44,19 @@ class Progress:
     tokens: int = 0
     nbytes: int = 0
 
+    def add(self, encoded: Encoded | None, sample: Sample) -> None:
+        """One more sample; None: it was rejected."""
+        if encoded is None:
+            self.rejected += 1
+            return
+        self.published += 1
+        self.tokens += sample.tokens
+        self.nbytes += encoded.nbytes
+
+
+#: Gives an encoded sample and the runs of ones of its loss mask. Raises RowRejected or OSError.
+Outcome = Callable[[], tuple[Encoded, list[list[int]]]]
+
 
 class Encoder:
     """Makes the bytes of one sample. Thread-safe."""
@@ -105,19 +118,50 @@ class Extraction:
 
         Raises DatasetError when the output cannot be written; --resume then goes on.
         """
-        progress, numbers = self._take_up(samples, writer)
-        show(progress)
-        done = progress.published + progress.rejected
         pool = ThreadPoolExecutor(workers, thread_name_prefix="hs-extract")
-        pending: deque[tuple[int, Future[tuple[Encoded, list[list[int]]]]]] = deque()
-        try:
-            for at in range(done, len(samples)):
+
+        def outcomes(first: int) -> Iterator[tuple[int, Outcome]]:
+            pending: deque[tuple[int, Future[tuple[Encoded, list[list[int]]]]]] = deque()
+            for at in range(first, len(samples)):
                 temporary = os.path.join(self.journal.temporary, str(at))
                 pending.append((at, pool.submit(encoder.encode, samples[at], temporary)))
                 if len(pending) > 2 * workers:
-                    self._publish(*pending.popleft(), samples, val_from, writer, progress, numbers, show)
-            while pending:
-                self._publish(*pending.popleft(), samples, val_from, writer, progress, numbers, show)
+                    place, future = pending.popleft()
+                    yield place, future.result
+            for place, future in pending:
+                yield place, future.result
+
+        try:
+            return self.publish(samples, val_from, writer, outcomes, show)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def publish(
+        self,
+        samples: Sequence[Sample],
+        val_from: int,
+        writer: Format,
+        outcomes: Callable[[int], Iterator[tuple[int, Outcome]]],
+        show: Callable[[Progress], None],
+    ) -> Progress:
+        """Give every sample its place that has none yet.
+
+        Args:
+            samples: All of them, in the order of the set.
+            val_from: Those from here on are for validation.
+            writer: Their format.
+            outcomes: The encoded samples from a number on, in order.
+            show: Is called with the progress.
+
+        Raises:
+            DatasetError: The output cannot be written; what is whole stays, and a later run goes on from there.
+        """
+        progress, numbers = self._take_up(samples, writer)
+        show(progress)
+        try:
+            for at, outcome in outcomes(progress.published + progress.rejected):
+                self._publish(at, outcome, samples, val_from, writer, progress, numbers)
+                show(progress)
             self._drop_unjournaled(writer, numbers)
         except OSError as error:
             raise DatasetError(
@@ -125,7 +169,6 @@ class Extraction:
                 f"whole, --resume goes on from there"
             ) from None
         finally:
-            pool.shutdown(cancel_futures=True)
             writer.close()
         return progress
 
@@ -159,31 +202,27 @@ class Extraction:
     def _publish(
         self,
         at: int,
-        future: Future[tuple[Encoded, list[list[int]]]],
+        outcome: Outcome,
         samples: Sequence[Sample],
         val_from: int,
         writer: Format,
         progress: Progress,
         numbers: Counter[str],
-        show: Callable[[Progress], None],
     ) -> None:
         sample = samples[at]
         split = VAL if at >= val_from else TRAIN
         try:
-            encoded, runs = future.result()
+            encoded, runs = outcome()
         except RowRejected as rejected:
             self.journal.append(Rejected(sample.id, sample.tokens, rejected.reason, str(rejected)))
-            progress.rejected += 1
+            progress.add(None, sample)
         else:
             folder = writer.folder(split)
             file = writer.publish(encoded, split, numbers[folder])
             numbers[folder] += 1
             facts = dict(encoded.facts)
             self.journal.append(Entry(file, encoded.nbytes, encoded.checksum, sample.tokens, runs, split, facts))
-            progress.published += 1
-            progress.tokens += sample.tokens
-            progress.nbytes += encoded.nbytes
-        show(progress)
+            progress.add(encoded, sample)
 
     def finish(self, writer: Format, head: dict[str, Any]) -> dict[str, Any]:
         """Write what describes the dataset as a whole, ``manifest.json`` last. Gives its head.

@@ -90,7 +90,8 @@ class ChunkIndex:
         Raises DatasetError when a path is no cold path, when the rows of several models, or chunks of several
         sizes, would be mixed, or when there is no chunk.
         """
-        self.files: FileLayer = UrlFiles(urls) if any(map(is_url, cold_paths)) else FileLayer()
+        self.urls = tuple(path.rstrip("/") for path in cold_paths if is_url(path))
+        self.files: FileLayer = UrlFiles(urls) if self.urls else FileLayer()
         self.problems: Counter[str] = Counter()  # files that could not be read as chunks, by reason
         self.num_files = 0
         self.model = ""  # the label of the model, see above
@@ -146,6 +147,29 @@ class ChunkIndex:
             which += "" if chunk_size is None else f" (of {chunk_size} tokens, as --chunk-size says)"
             raise NothingThere(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
         self.chunks = self._link(found)
+
+    @classmethod
+    def from_plan(
+        cls,
+        chunks: list[IndexedChunk],
+        *,
+        model: str,
+        namespaces: list[dict[str, Any]],
+        num_files: int,
+        problems: dict[str, int],
+        captures: list[str],
+        roots: Sequence[str],
+        urls: UrlOptions | None,
+    ) -> ChunkIndex:
+        """The index that another process has built, with the chunks that are wanted only. ``roots``: its URLs."""
+        self = cls.__new__(cls)
+        self.urls = tuple(roots)
+        self.files = UrlFiles(urls, roots) if roots else FileLayer()
+        self.problems, self.num_files, self.model = Counter(problems), num_files, model
+        self.namespaces, self.chunks = namespaces, chunks
+        self._captures = {text: text for text in captures}
+        self._records, self._unlisted = [], ""
+        return self
 
     def __len__(self) -> int:
         return len(self.chunks)

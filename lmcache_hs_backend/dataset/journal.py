@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError
 from lmcache_hs_backend.dataset.formats.base import Entry
-from lmcache_hs_backend.dataset.index import ChunkIndex
+from lmcache_hs_backend.dataset.index import ChunkIndex, IndexedChunk
 
 STATE = ".lmcache-hs-extract"
 _PLAN = "plan.jsonl"
@@ -31,6 +31,20 @@ def read_head(out: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return head
+
+
+def read_plan(out: str, chunks: Sequence[IndexedChunk]) -> tuple[dict[str, Any], list[Sample]]:
+    """The plan in a folder; a sample whose last chunk is not among these has ``last`` -1."""
+    where = {(chunk.prefix, chunk.start): position for position, chunk in enumerate(chunks)}
+    with open(os.path.join(out, STATE, _PLAN), encoding="utf-8") as file:
+        head = json.loads(file.readline())
+        samples = []
+        for line in file:
+            name, prefix, start, tokens, prompt_tokens, row, spans = json.loads(line)
+            last = where.get((bytes.fromhex(prefix), start), -1)
+            loss_spans = None if spans is None else tuple((begin, end) for begin, end in spans)
+            samples.append(Sample(name, last, tokens, prompt_tokens, row, loss_spans))
+    return head, samples
 
 
 class Rejected(NamedTuple):
@@ -87,17 +101,8 @@ class Journal:
         os.replace(path, self._plan)
 
     def read_plan(self, index: ChunkIndex) -> tuple[dict[str, Any], list[Sample]]:
-        """The plan; a sample whose last chunk is no longer there has ``last`` -1."""
-        where = {(chunk.prefix, chunk.start): position for position, chunk in enumerate(index.chunks)}
-        with open(self._plan, encoding="utf-8") as file:
-            head = json.loads(file.readline())
-            samples = []
-            for line in file:
-                name, prefix, start, tokens, prompt_tokens, row, spans = json.loads(line)
-                last = where.get((bytes.fromhex(prefix), start), -1)
-                loss_spans = None if spans is None else tuple((begin, end) for begin, end in spans)
-                samples.append(Sample(name, last, tokens, prompt_tokens, row, loss_spans))
-        return head, samples
+        """See ``read_plan``."""
+        return read_plan(os.path.dirname(self.directory), index.chunks)
 
     def results(self) -> Iterator[Entry | Rejected]:
         """What became of the samples so far, in order. Ends before a line that a crash has cut short."""

@@ -126,25 +126,9 @@ class Plan:
 
 def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: None) -> Plan:
     """Find the samples. Raises DatasetError for anything that makes the choice impossible."""
-    masks = LossMask(choice.mask_kind, choice.tokenizer)  # before the index, which takes long
-    prepared = open_prepared(choice.sequences[len(DATASET) :]) if choice.sequences.startswith(DATASET) else None
-    if prepared is None and choice.sequences not in ("leaves", "requests"):
-        raise DatasetError(f"--sequences is {choice.sequences!r}, but must be leaves, requests or dataset:PATH")
-    if choice.mask_kind in ("generated", "recorded") and choice.sequences != "requests":
-        raise DatasetError(
-            f"--loss-mask {choice.mask_kind} needs prompt lengths, which only the records of --sequences requests have"
-        )
-    if choice.mask_kind == "dataset" and prepared is None:
-        raise DatasetError("--loss-mask dataset needs --sequences dataset:PATH")
-    if choice.mask_kind == "dataset" and prepared is not None and prepared.mask_column is None:
-        raise DatasetError(
-            f"{prepared.path} has no column {' or '.join(MASK_COLUMNS)}; name the tokens to train on with --loss-mask"
-        )
+    masks, prepared = _masks(choice)
     index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size, urls=choice.urls)
-    stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
-    layers, warnings = choose_layers(
-        Capture.of(index.captures), stored, choice.layers, choice.last_layer, uses_last=choice.uses_last
-    )
+    layers, warnings = _layers(choice, index)
     forest = UsableForest(index, layers.slots)
     report = Report(choice.sequences)
     if prepared is not None:
@@ -165,24 +149,68 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
     return Plan(choice, index, layers, samples, report, masks, prepared, dict(forest.unusable), warnings)
 
 
+def planned(choice: Choice, index: ChunkIndex, samples: list[Sample]) -> Plan:
+    """The plan that another process has made, from what it has filed. Raises DatasetError."""
+    masks, prepared = _masks(choice)
+    layers, warnings = _layers(choice, index)
+    return Plan(choice, index, layers, samples, Report(choice.sequences), masks, prepared, {}, warnings)
+
+
+def _layers(choice: Choice, index: ChunkIndex) -> tuple[Layers, list[str]]:
+    stored = sorted({spec.layer_idx for c in index.chunks for file in c.files for spec in file.layout.layers})
+    return choose_layers(
+        Capture.of(index.captures), stored, choice.layers, choice.last_layer, uses_last=choice.uses_last
+    )
+
+
+def _masks(choice: Choice) -> tuple[LossMask, Prepared | None]:
+    masks = LossMask(choice.mask_kind, choice.tokenizer)  # before the index, which takes long
+    prepared = open_prepared(choice.sequences[len(DATASET) :]) if choice.sequences.startswith(DATASET) else None
+    if prepared is None and choice.sequences not in ("leaves", "requests"):
+        raise DatasetError(f"--sequences is {choice.sequences!r}, but must be leaves, requests or dataset:PATH")
+    if choice.mask_kind in ("generated", "recorded") and choice.sequences != "requests":
+        raise DatasetError(
+            f"--loss-mask {choice.mask_kind} needs prompt lengths, which only the records of --sequences requests have"
+        )
+    if choice.mask_kind == "dataset" and prepared is None:
+        raise DatasetError("--loss-mask dataset needs --sequences dataset:PATH")
+    if choice.mask_kind == "dataset" and prepared is not None and prepared.mask_column is None:
+        raise DatasetError(
+            f"{prepared.path} has no column {' or '.join(MASK_COLUMNS)}; name the tokens to train on with --loss-mask"
+        )
+    return masks, prepared
+
+
 @dataclass(frozen=True)
 class NormPlan:
-    """What is done about the final norm. ``normed``: the side of it that the last layer ends up on."""
+    """What is done about the final norm.
+
+    ``stored_normed``: the side of it that the stored rows are on; ``normed``: that the last layer ends up on.
+    """
 
     reader: RowReader
     normed: bool
+    stored_normed: bool
 
 
-def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None, norm_kind: str | None = None) -> NormPlan:
+def plan_norm(
+    plan: Plan,
+    wants_normed: bool | None,
+    model_dir: str | None,
+    norm_kind: str | None = None,
+    *,
+    stored_normed: bool | None = None,
+) -> NormPlan:
     """How to give the last layer on the side of the final norm that is wanted (None: either, it is flagged).
 
+    ``stored_normed``: the side that the stored rows are on, where it has been found out already.
     Adds to the plan's warnings what had to be taken on trust. Raises DatasetError when it cannot be done.
     """
     plain = RowReader(plan.index, plan.layers)
     if plan.layers.last is None:
         if model_dir is not None:
             raise DatasetError(f"--final-norm {model_dir}: this format stores no last layer to norm or check")
-        return NormPlan(plain, False)
+        return NormPlan(plain, False, False)
     norm = None if model_dir is None else FinalNorm.load(model_dir, norm_kind)
     hidden = plain.hidden_size()
     if norm is not None and norm.hidden_size != hidden:
@@ -195,7 +223,9 @@ def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None, norm
             f"--final-norm {model_dir} is of a model with {own} layers; the rows were captured from one with {captured}"
         )
     said = plan.layers.capture.last_layer
-    if said:
+    if stored_normed is not None:
+        pass
+    elif said:
         stored_normed = said == POST_NORM
     elif norm is not None:
         stored_normed = _judge(plain, plan.samples, norm)
@@ -219,7 +249,7 @@ def plan_norm(plan: Plan, wants_normed: bool | None, model_dir: str | None, norm
         )
     apply = norm if norm is not None and not stored_normed and wants_normed is not False else None
     reader = RowReader(plan.index, plan.layers, apply=apply, check=norm, stored_normed=stored_normed)
-    return NormPlan(reader, stored_normed or apply is not None)
+    return NormPlan(reader, stored_normed or apply is not None, stored_normed)
 
 
 def _judge(reader: RowReader, samples: Sequence[Sample], norm: FinalNorm) -> bool:

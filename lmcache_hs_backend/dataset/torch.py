@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from lmcache_hs_backend.dataset.chains import neighbours
 from lmcache_hs_backend.dataset.plan import Choice, Plan, make_plan, plan_norm
 from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, url_options
 
@@ -108,7 +109,7 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
 
     def nearby(self, block: int = 64, seed: int = 0) -> NearbySampler:
         """A shuffle that keeps samples which share chunks near each other, so that those are read once."""
-        return NearbySampler(neighbours(self.plan), block, seed)
+        return NearbySampler(neighbours(self.plan.index, self.plan.samples), block, seed)
 
 
 class NearbySampler(Sampler[int]):
@@ -137,29 +138,3 @@ class NearbySampler(Sampler[int]):
             members = self._order[block * self._block : (block + 1) * self._block]
             for member in torch.randperm(len(members), generator=generator).tolist():
                 yield members[member]
-
-
-def neighbours(plan: Plan) -> list[int]:
-    """The numbers of all samples, those that share the most chunks beside each other."""
-    children: dict[int, list[int]] = {}
-    ends: dict[int, list[int]] = {}
-    seen: set[int] = set()
-    roots: list[int] = []
-    for number, sample in enumerate(plan.samples):
-        ends.setdefault(sample.last, []).append(number)
-        position = sample.last
-        while position not in seen:
-            seen.add(position)
-            parent = plan.index.chunks[position].parent
-            if parent < 0:
-                roots.append(position)
-                break
-            children.setdefault(parent, []).append(position)
-            position = parent
-    order: list[int] = []
-    stack: list[Any] = roots
-    while stack:
-        position = stack.pop()
-        order += ends.get(position, [])
-        stack += children.get(position, [])
-    return order

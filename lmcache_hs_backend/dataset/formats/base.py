@@ -77,6 +77,8 @@ class Format(abc.ABC):
     #: Whether the trainer can do without auxiliary layers.
     aux_optional = False
     dtypes: tuple[str, ...] = ("bf16",)
+    #: Whether several samples go into one file, so that they are copied, not renamed, to their place.
+    in_shards = False
 
     def __init__(self, job: Job) -> None:
         """Raises DatasetError when something that the format needs is not installed."""
@@ -129,7 +131,11 @@ class Format(abc.ABC):
         """Rename the file of an encoded sample to its final path."""
         path = os.path.join(self.job.out, relative)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.replace(encoded.path, path)
+        try:
+            os.replace(encoded.path, path)
+        except FileNotFoundError:  # a part's, which a run has put there that was killed before it said so
+            if not os.path.exists(path) or os.path.getsize(path) != encoded.nbytes:
+                raise
         return relative
 
 

@@ -40,6 +40,7 @@ class _Shard:
 
 class DeepSpec(Format):
     wants_normed = True
+    in_shards = True
     max_shard_bytes = 64 << 30
 
     def __init__(self, job: Job) -> None:
