@@ -132,7 +132,8 @@ def _write(plan: Plan, norm: NormPlan, args: argparse.Namespace, kind: type[Form
 
 
 def _val_from(samples: Sequence[Sample], args: argparse.Namespace) -> int:
-    return len(samples) - round(len(samples) * args.val_fraction)
+    for_validation: int = round(len(samples) * args.val_fraction)
+    return len(samples) - for_validation
 
 
 def _file_plan(

@@ -12,6 +12,7 @@ import contextlib
 import glob
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import xxhash
 from hs_connectors import FileTransfer, HiddenStatesBackend, HiddenStatesTransfer
 
 from lmcache_hs_backend.chunk import token_bytes
+from lmcache_hs_backend.cli.arguments import shared_options
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected
 from lmcache_hs_backend.dataset.plan import DATASET, Choice, make_plan, plan_norm
@@ -28,6 +30,7 @@ from lmcache_hs_backend.dataset.prepared import open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
 from lmcache_hs_backend.format.layout import SEQUENCES
 from lmcache_hs_backend.format.request_log import SUFFIX, RequestRecord
+from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, is_url, url_options
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,7 @@ class _NewRequests:
 
     def __init__(self, cold_paths: Sequence[str]) -> None:
         self.prefixes: set[bytes] = set()
-        self._cold_paths = [os.path.expanduser(path) for path in cold_paths]
+        self._cold_paths = [os.path.expanduser(path) for path in cold_paths if not is_url(path)]  # they have no logs
         self._read_to: dict[str, int] = {}
 
     def read(self) -> None:
@@ -156,7 +159,13 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
         """Add the options of a training run."""
-        parser.add_argument("--hs-cold-path", type=str, default=None, help=f"cold paths, separated by {os.pathsep!r}")
+        parser.add_argument(
+            "--hs-cold-path", type=str, default=None,
+            help=f"cold paths, or URLs of shared tiers such as s3://bucket/hs, separated by {os.pathsep!r}",
+        )  # fmt: skip
+        parser.add_argument(
+            "--hs-shared-options", type=str, default=None, help="options of URLs: a JSON table, or a file with one"
+        )
         parser.add_argument("--hs-model", type=str, default=None, help="which rows, where there are several models")
         parser.add_argument(
             "--hs-layers", type=str, default=None, help="storage slots of the auxiliary layers: 2,15,27"
@@ -179,8 +188,13 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
             layers = None if args.hs_layers is None else tuple(int(slot) for slot in args.hs_layers.split(",") if slot)
         except ValueError:
             raise SystemExit(f"--hs-layers is {args.hs_layers!r}, but must be slots such as 2,15,27") from None
+        try:
+            options = shared_options(args.hs_shared_options) if args.hs_shared_options else None
+        except argparse.ArgumentTypeError as error:
+            raise SystemExit(f"--hs-shared-options {error}") from None
         choice = Choice(
-            cold_paths=tuple(args.hs_cold_path.split(os.pathsep)),
+            cold_paths=split_paths(args.hs_cold_path),
+            urls=url_options(options, None, int(DEFAULT_CACHE_GB * 2**30)),
             model=args.hs_model,
             layers=layers,
             last_layer=args.hs_last_layer,
@@ -203,6 +217,11 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
             "kv_connector_module_path": "lmcache_hs_backend.integrations.vllm.connector",
             "kv_connector_extra_config": extra,
         }
+
+
+def split_paths(text: str) -> tuple[str, ...]:
+    """Paths and URLs that are separated as in ``PATH``; the colon of ``s3://`` separates nothing."""
+    return tuple(re.split(rf"{os.pathsep}(?!//)", text))
 
 
 def _generates(args: argparse.Namespace) -> bool:

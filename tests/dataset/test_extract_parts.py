@@ -1,4 +1,4 @@
-"""One training set by many machines: a plan, parts under any scheduler or on Ray, an end; the bytes are those of one run."""
+"""One training set by many machines: a plan, parts under any scheduler or on Ray, an end; the bytes of one run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.journal import STATE
 from tests.support.dataset_capture import Writer, ids_of, rows_of, save_norm
+from tests.support.ray_cluster import ray_cluster
 from tests.support.waiting import wait_until
 
 SYSTEM = ids_of(32, seed=999)
@@ -35,7 +36,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cold = tmp_path_factory.mktemp("stored") / "cold"
     with Writer(cold) as writer:
         for ids in CONVERSATIONS:
-            writer.put(ids, make=rows_with_faults)  # type: ignore[arg-type]
+            writer.put(ids, make=rows_with_faults)
     return cold
 
 
@@ -134,7 +135,7 @@ def test_what_is_missing_or_different_is_one_line(stored: Path, tmp_path: Path, 
 
     def refused(*options: str) -> str:
         assert main([*arguments, *options]) == 1
-        return capsys.readouterr().err  # type: ignore[no-any-return]
+        return capsys.readouterr().err
 
     assert "has no plan" in refused("--part", "1/2")
     assert "has no plan" in refused("--finish")
@@ -168,3 +169,23 @@ def test_without_ray_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main([str(stored), "--format", "modelopt", "--out", str(tmp_path / "out"), "-q", "--ray"]) == 1
     assert "lmcache-hs-backend[ray]" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_that_loses_a_node_ends_with_the_bytes_of_one_run(stored: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    options = [str(stored), "--format", "modelopt", "-q"]
+    assert main([*options, "--out", str(tmp_path / "one")]) == 0
+    with ray_cluster(3) as (address, nodes, remove):
+        out = tmp_path / "many"
+
+        def written() -> int:
+            return sum(path.read_bytes().count(b"\n") for path in (out / STATE / "parts").glob("*.jsonl"))
+
+        command = [sys.executable, "-m", "lmcache_hs_backend.cli.extract", *options, "--out", str(out)]
+        process = subprocess.Popen([*command, "--ray", address, "--ray-parts", "16"], env=environment())
+        wait_until(lambda: written() >= 4 or process.poll() is not None, 240)
+        assert process.poll() is None, "it ended before a node could be lost"
+        remove(nodes[1])
+        assert process.wait(400) == 0
+    assert contents(out) == contents(tmp_path / "one")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +20,12 @@ from torch.utils.data import DataLoader
 from lmcache_hs_backend import HiddenStateDataset
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.journal import STATE
 from lmcache_hs_backend.format.objects import Objects
 from tests.support.dataset_capture import AUX, LAST, Writer, ids_of, stacked_of
+from tests.support.ray_cluster import ray_cluster
 from tests.support.seaweed import BUCKET, SeaweedServer
+from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
 
@@ -60,6 +68,47 @@ def contents(out: Path) -> dict[str, bytes]:
     files = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     manifest = json.loads(files.pop("manifest.json"))
     return files | {"samples": json.dumps(manifest["samples"]).encode()}
+
+
+@pytest.mark.slow
+def test_400_conversations_of_three_nodes_with_one_system_prompt(weed: SeaweedServer, tmp_path: Path) -> None:
+    """From their disks, from three URLs, by 16 parts, and on a Ray cluster that loses a node: the same bytes."""
+    conversations = [SYSTEM + ids_of(24 + seed % 9, seed=2000 + seed) for seed in range(400)]
+    urls = [f"file://{tmp_path}/bucket", f"s3://{BUCKET}/many-one", f"s3://{BUCKET}/many-two"]
+    for node, url in enumerate(urls):
+        shared = {"shared_url": url} | ({} if url.startswith("file") else {"shared_options": weed.options()})
+        with Writer(tmp_path / f"node{node}", revision="abc", salt=f"node{node}", **shared) as writer:
+            for number, ids in enumerate(conversations):
+                if number % 3 == node or number % 16 == 0:
+                    writer.put(ids)
+    options = ["--format", "speculators", "-q", "--val-fraction", "0.1", "--out"]
+    disks = [str(tmp_path / f"node{node}") for node in range(3)]
+    assert main([*disks, *options, str(tmp_path / "disks")]) == 0
+    expected = contents(tmp_path / "disks")
+    assert sum(name.startswith("hidden_states/") for name in expected) == 400
+    by_parts = [*urls, *options, str(tmp_path / "parts")]
+    assert main([*by_parts, "--plan"]) == 0
+    for number in range(16, 0, -1):
+        assert main([*by_parts, "--part", f"{number}/16"]) == 0
+    assert main([*by_parts, "--finish"]) == 0
+    assert contents(tmp_path / "parts") == expected
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    out = tmp_path / "ray"
+    with ray_cluster(3) as (address, nodes, remove):
+        command = [sys.executable, "-m", "lmcache_hs_backend.cli.extract", *urls, *options, str(out)]
+        command += ["--ray", address, "--ray-parts", "16"]
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.getcwd()})
+        logs = out / STATE / "parts"
+        wait_until(
+            lambda: (
+                sum(path.read_bytes().count(b"\n") for path in logs.glob("*.jsonl")) >= 60 or process.poll() is not None
+            ),
+            300,
+        )
+        assert process.poll() is None, "it ended before a node could be lost"
+        remove(nodes[1])
+        assert process.wait(400) == 0
+    assert contents(out) == expected
 
 
 def test_urls_give_the_bytes_of_the_disks(nodes: tuple[list[str], list[str]], tmp_path: Path) -> None:
@@ -126,3 +175,31 @@ def test_an_object_that_was_deleted_rejects_its_samples_only(
         except RowRejected as rejected:
             outcomes.append(rejected.reason)
     assert sorted(outcomes) == ["gone", "read", "read", "read"]
+
+
+def test_speculators_trains_from_urls_what_it_would_from_disks(
+    nodes: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("hs_connectors")
+    from lmcache_hs_backend.integrations.speculators import TieredBackend
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) + "\n" for ids in CONVERSATIONS)
+    )
+    parser = argparse.ArgumentParser()
+    TieredBackend.add_train_args(parser)
+    disks, urls = (
+        TieredBackend.from_train_args(parser.parse_args(["--hs-cold-path", os.pathsep.join(paths)]), str(rows))
+        for paths in nodes
+    )
+    urls = pickle.loads(pickle.dumps(urls))
+    for row, ids in enumerate(CONVERSATIONS):
+        one, two = disks.get_cached(row), urls.get_cached(row)
+        assert one is not None
+        assert two is not None
+        assert two["token_ids"].tolist() == ids
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    wrong = parser.parse_args(["--hs-cold-path", nodes[1][1], "--hs-shared-options", "{"])
+    with pytest.raises(SystemExit, match="--hs-shared-options is"):
+        TieredBackend.from_train_args(wrong, str(rows))
