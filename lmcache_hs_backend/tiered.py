@@ -47,9 +47,10 @@ from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
 from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
-from lmcache_hs_backend.tiers.flows.store_chunks import Store, Stored
+from lmcache_hs_backend.tiers.flows.store_chunks import RowSource, Store, Stored, TensorRows
 from lmcache_hs_backend.tiers.flows.touch import touch_first, touch_rest
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
+from lmcache_hs_backend.tiers.memory.arena import MapMemory, map_memory
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
 from lmcache_hs_backend.tiers.state import making_room, reading
 from lmcache_hs_backend.tiers.state.checking import check
@@ -81,6 +82,7 @@ class TieredStore:
         capture: str = "{}",
         files: FileLayer | None = None,
         setting: Callable[[str], str] = str,
+        map_hot: MapMemory = map_memory,
     ) -> None:
         """Open the cold tier, lock its namespace and begin to look at what is there, in the background.
 
@@ -93,6 +95,7 @@ class TieredStore:
             capture: JSON object that each file carries: what the caller knows of the rows.
             files: The system calls on chunk files; tests replace it.
             setting: Turns the name of a setting into what the user wrote, for errors.
+            map_hot: Maps the memory of the hot tier, which by default is the process's own.
 
         Raises:
             ConfigError: A setting cannot be used, or the cold path cannot and ``require_cold`` is set. Nothing is left
@@ -103,7 +106,7 @@ class TieredStore:
         self.metrics = Metrics(labels)
         files = files or FileLayer()
         share = self._shared_tier(capacity, setting)
-        self._start_threads(capacity, ask, setting)
+        self._start_threads(capacity, ask, setting, map_hot)
         core, io = self._core, self._io
         executor = IoExecutor(io)
         self._recovered = threading.Event()
@@ -134,10 +137,12 @@ class TieredStore:
         self._share = core.share = share(core, self._store) if share is not None else None
         _open_stores.add(self)
 
-    def _start_threads(self, capacity: int, ask: AskPresence, setting: Callable[[str], str]) -> None:
+    def _start_threads(
+        self, capacity: int, ask: AskPresence, setting: Callable[[str], str], map_hot: MapMemory
+    ) -> None:
         """Reserve the hot tier and start the threads. Raises ConfigError, with nothing left behind."""
         try:
-            self._core = Core(self.config, capacity, ask, self.metrics)
+            self._core = Core(self.config, capacity, ask, self.metrics, map_hot)
         except (ValueError, OverflowError, OSError) as error:
             raise ConfigError(
                 f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"
@@ -244,11 +249,26 @@ class TieredStore:
         wait_sec: float | None = None,
     ) -> Stored:
         """``store`` for rows that ``tiers.memory.dtypes.checked_rows`` has returned, with both counts."""
+        return self.store_from(refs, ids, TensorRows(self._copier, rows), row_offset, wait_sec)
+
+    def store_from(
+        self,
+        refs: Sequence[ChunkRef],
+        ids: bytes,
+        source: RowSource,
+        row_offset: int = 0,
+        wait_sec: float | None = None,
+    ) -> Stored:
+        """``store`` for rows that something else copies into the hot tier, such as another process that maps it.
+
+        The source must have rows for every chunk that starts at or after ``row_offset``, and copies them on this
+        thread. What it raises comes through.
+        """
         started = time.monotonic()
         if not self._enter():
             return Stored(0, 0)
         try:
-            return self._store.store(refs, ids, rows, row_offset, wait_sec)
+            return self._store.store_from(refs, ids, source, row_offset, wait_sec)
         finally:
             self._leave("store_seconds", started)
 

@@ -6,17 +6,23 @@ import os
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("lmcache")
 
 import msgspec
 
 from lmcache_hs_backend.integrations.lmcache_mp import wire
+from lmcache_hs_backend.integrations.lmcache_mp.client_copies import ClientCopies
+from lmcache_hs_backend.integrations.lmcache_mp.hot_memory import HotMemory
 from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import Segment
 from tests.support.mp_server import MODEL, MpServer
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -25,7 +31,8 @@ HELLO = {
     "world_size": 1, "worker_id": 0,
 }  # fmt: skip
 IDS = bytes(8 * 256)
-PLACE = {"layer_idx": 0, "segment": 0, "offset": 0, "num_tokens": 256, "hidden_dim": 16, "dtype": "bfloat16"}
+LAYER = {"layer_idx": 0, "num_tokens": 256, "hidden_dim": 16, "dtype": "bfloat16"}
+STORE = {"op": "store", "ids": IDS, "token_offset": 0, "layers": [LAYER]}
 
 
 class Peer:
@@ -80,9 +87,10 @@ def peer(shared_server: MpServer) -> Iterator[Peer]:
         {"op": "retrieve", "ids": "text", "layer_idxs": [0], "dtype": None},
         {"op": "retrieve", "ids": IDS, "layer_idxs": [2**63], "dtype": None},
         {"op": "retrieve", "ids": IDS, "layer_idxs": [0] * 5000, "dtype": None},
-        {"op": "store", "ids": IDS, "token_offset": -1, "rows": []},
-        {"op": "store", "ids": IDS, "token_offset": 0, "rows": [{**PLACE, "offset": -4096}]},
-        {"op": "store", "ids": IDS, "token_offset": 0, "rows": [{**PLACE, "hidden_dim": 0}]},
+        {**STORE, "token_offset": -1},
+        {**STORE, "layers": [{**LAYER, "num_tokens": -1}]},
+        {**STORE, "layers": [{**LAYER, "hidden_dim": 0}]},
+        {**STORE, "layers": [LAYER] * 2000},
         {"op": "flush", "timeout": -1},
         {"op": "flush", "timeout": "long"},
     ],
@@ -113,11 +121,14 @@ def test_what_may_not_be_said_first_is_refused_in_words(peer: Peer, message: obj
 @pytest.mark.parametrize(
     "message",
     [
-        {"op": "store", "ids": IDS, "token_offset": 0, "rows": [PLACE]},  # no staging memory yet
+        {**STORE, "layers": []},
+        {**STORE, "layers": [{**LAYER, "num_tokens": 255}]},
+        {**STORE, "layers": [{**LAYER, "dtype": "int64"}]},
+        {**STORE, "layers": [{**LAYER, "dtype": "float64"}]},
+        {**STORE, "layers": [LAYER, LAYER]},
         {"op": "retrieve", "ids": b"12345", "layer_idxs": [0], "dtype": None},
         {"op": "retrieve", "ids": IDS, "layer_idxs": [0], "dtype": "int8"},
         {"op": "coverage", "ids": struct.pack("<q", -1) * 256, "layer_idxs": [0]},
-        {"op": "stats", "staging": 4096},  # without a descriptor
     ],
 )
 def test_what_makes_no_sense_is_an_error_and_the_connection_stays(peer: Peer, message: object) -> None:
@@ -130,41 +141,119 @@ def test_what_makes_no_sense_is_an_error_and_the_connection_stays(peer: Peer, me
     assert not reply["error"]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        {**PLACE, "offset": 1 << 20},
-        {**PLACE, "offset": 64},
-        {**PLACE, "num_tokens": 1 << 24, "hidden_dim": 1 << 24},
-        {**PLACE, "dtype": "int64"},
-        {**PLACE, "num_tokens": 0},
-        {**PLACE, "num_tokens": 255},
-    ],
-)
-def test_rows_outside_the_staging_memory_are_refused(peer: Peer, place: object) -> None:
+def test_rows_that_can_never_fit_are_not_stored(peer: Peer) -> None:
     peer.says(HELLO)
-    segment, fd = Segment.create(1 << 20)
-    reply = peer.says({"op": "store", "ids": IDS, "token_offset": 0, "rows": [place], "staging": 1 << 20}, [fd])
-    os.close(fd)
+    reply = peer.says({**STORE, "layers": [{**LAYER, "num_tokens": 1 << 24, "hidden_dim": 1 << 24}]})
     assert reply is not None
-    assert reply["is_argument"], segment
-    assert reply["count"] == 0
+    assert (reply["count"], reply["error"]) == (0, "")
 
 
-def test_memory_that_could_be_cut_is_refused(peer: Peer) -> None:
+def test_descriptors_that_a_client_sends_are_closed(shared_server: MpServer, peer: Peer) -> None:
+    assert shared_server.process is not None
+    held = Path(f"/proc/{shared_server.process.pid}/fd")
     peer.says(HELLO)
+    before = len(list(held.iterdir()))
+    with tempfile.TemporaryFile() as file:
+        for _ in range(20):
+            reply = peer.says({"op": "stats"}, [file.fileno()] * 3)
+            assert reply is not None
+    assert len(list(held.iterdir())) < before + 20  # the server opens some of its own now and then
+
+
+def test_a_client_maps_no_memory_that_could_be_cut() -> None:
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 1 << 20)
     with tempfile.TemporaryFile() as file:
         file.truncate(1 << 20)
         for fd in (unsealed, file.fileno(), os.open("/dev/zero", os.O_RDWR), os.open("/", os.O_RDONLY)):
-            reply = peer.says({"op": "stats", "staging": 1 << 20}, [fd])
-            assert reply is not None
-            assert reply["is_argument"]
-    sealed, fd = Segment.create(1 << 20)
-    reply = peer.says({"op": "stats", "staging": 1 << 30}, [fd])  # larger than it is
-    assert reply is not None
-    assert reply["is_argument"], sealed
-    reply = peer.says({"op": "stats", "staging": 1 << 20}, [fd] * 3)
-    assert reply is not None
-    assert reply["is_argument"]
+            with pytest.raises(ValueError, match="shared"):
+                Segment(fd, 1 << 20)
+    sealed, fd = Segment.create(1 << 20, "test")
+    with pytest.raises(ValueError, match="announced"):
+        Segment(fd, 1 << 30)  # larger than it is
+    assert Segment(fd, 1 << 20).nbytes == sealed.nbytes
+
+
+# -- slots that are lent to a client ---------------------------------------------------------------------------
+
+
+class Worker:
+    """A client that stores step by step: it is lent slots, and says when it is done."""
+
+    def __init__(self, server: MpServer, model: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(wire.name_for_port(server.port))
+        wire.send(self.socket, wire.HelloCall(**{**{k: v for k, v in HELLO.items() if k != "op"}, "model": model}), [])
+        reply, fds = wire.receive_reply(self.socket, time.monotonic() + 60)
+        self.hot = HotMemory(fds[0], reply.segments[0])
+        wire.close_all(fds)
+
+    def asks(self, call: wire.AnyCall) -> wire.WireReply:
+        wire.send(self.socket, call, [])
+        return wire.receive_reply(self.socket, time.monotonic() + 60)[0]
+
+    def stores(self, ids: bytes) -> wire.WireReply:
+        layers = [wire.LayerRows(0, len(ids) // 8, 16, "bfloat16")]
+        return self.asks(wire.StoreCall(ids=ids, token_offset=0, layers=layers))
+
+
+def ids_of(chunks: int, seed: int) -> bytes:
+    return torch.randint(0, 50_000, (256 * chunks,), generator=torch.Generator().manual_seed(seed)).numpy().tobytes()
+
+
+def test_lent_slots_are_used_for_nothing_else_until_the_client_is_gone(shared_server: MpServer) -> None:
+    slow, other = Worker(shared_server, "org/lent"), shared_server.client(model="org/lent")
+    copies = slow.stores(ids_of(4, 1)).copies
+    assert sum(run.num_tokens for run in copies) == 4 * 256
+    lent = other.stats()["hot_bytes"]
+    assert lent == 4 * 256 * 16 * 2
+    prompts = {seed: torch.frombuffer(bytearray(ids_of(4, seed)), dtype=torch.int64) for seed in range(2, 12)}
+    rows = {seed: torch.full((4 * 256, 16), float(seed)) for seed in prompts}
+    for seed, prompt in prompts.items():
+        assert other.store_hidden_states(prompt, rows[seed]) == 4
+    assert other.clear() == 40  # what is lent is not there yet, and stays lent
+    assert other.stats()["hot_bytes"] == lent
+    for seed, prompt in prompts.items():
+        assert other.store_hidden_states(prompt, rows[seed]) == 4
+    slow.hot.copy_in({0: torch.full((4 * 256, 16), -1.0).bfloat16()}, copies)  # at last
+    for seed, prompt in prompts.items():
+        found = other.retrieve_hidden_states(prompt)
+        assert found is not None
+        assert torch.equal(found, rows[seed])
+    assert slow.asks(wire.Copied()).count == 0  # it began before the store was cleared
+    stored = other.stats()["hot_bytes"]
+    slow.stores(ids_of(4, 1))
+    assert other.stats()["hot_bytes"] == stored + lent
+    slow.socket.close()
+    wait_until(lambda: other.stats()["hot_bytes"] == stored)
+    assert other.coverage(torch.frombuffer(bytearray(ids_of(4, 1)), dtype=torch.int64)) == 0
+    other.clear()
+    other.close()
+
+
+def test_a_client_that_breaks_off_keeps_its_slots_until_its_end_is_closed(shared_server: MpServer) -> None:
+    odd, other = Worker(shared_server, "org/odd"), shared_server.client(model="org/odd")
+    assert odd.stores(ids_of(2, 1)).copies
+    lent = other.stats()["hot_bytes"]
+    with pytest.raises(wire.BrokenMessage):
+        odd.asks(wire.StatsCall())  # in the middle of a store: that is the end of the connection
+    assert other.stats()["hot_bytes"] == lent > 0  # but it may still be writing
+    odd.socket.close()
+    wait_until(lambda: other.stats()["hot_bytes"] == 0)
+    other.close()
+
+
+def test_copied_without_copies_ends_the_connection(peer: Peer) -> None:
+    peer.says(HELLO)
+    assert peer.says({"op": "copied"}) is None
+
+
+def test_a_server_that_closes_does_not_take_slots_back() -> None:
+    """The end of a connection proves nothing when it is the server's own doing."""
+    ours, theirs = socket.socketpair()
+    copies = ClientCopies(ours, lambda: True)
+    ours.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ConnectionAbortedError):
+        copies.await_end()
+    theirs.close()
+    ours.close()

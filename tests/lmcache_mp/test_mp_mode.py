@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ pytest.importorskip("lmcache")
 from lmcache_hs_backend import ColdTierReader
 from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
+from lmcache_hs_backend.integrations.lmcache_mp.hot_memory import HotMemory
 from tests.support.mp_server import CHUNK, MODEL, ROOT, MpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -126,9 +128,29 @@ def test_memory_of_results_is_recycled(shared_server: MpServer) -> None:
     assert client.store_hidden_states(tokens, rows) == 16
     for _ in range(40):
         assert is_served(client, tokens, rows)
-    (channel,) = client._channels._idle
-    assert sum(segment.nbytes for segment in channel._segments) <= 32 << 20
+    assert client._channels._memory.idle_bytes <= 16 << 20
     client.close()
+
+
+def test_rows_from_disk_come_in_memory_that_is_recycled(tmp_path: Path) -> None:
+    """Without promotion every retrieve reads; the server puts the result where both processes see it."""
+    with MpServer(tmp_path / "cold", tmp_path / "log", promote=False) as server:
+        client = server.client(read_timeout_sec=60)
+        tokens, layers = tokens_of(16, 75), {0: rows_of(16 * CHUNK, 76), 3: rows_of(16 * CHUNK, 77)}
+        assert client.store_layers(tokens, layers) == 16
+        assert client.flush(60) == 0
+        server.stop()
+        server.start()
+        wait_until(lambda: client.coverage(tokens, [0, 3]) == len(tokens), 60)
+        kept = client.retrieve_layers(tokens, [0])[0][7]
+        for _ in range(20):
+            found = client.retrieve_layers(tokens, [3, 0], None)
+            assert all(torch.equal(found[idx], rows) for idx, rows in layers.items())
+        assert torch.equal(kept, layers[0][7].float())
+        assert client.stats()["hits_cold"] >= 20 * 16
+        (channel,) = client._channels._idle
+        assert 0 < sum(segment.nbytes for segment in channel._segments) <= 32 << 20
+        client.close()
 
 
 WRONG: dict[str, Any] = {
@@ -329,13 +351,27 @@ def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(shared_
             process.kill()
         wait_until(lambda: shared_server.status()["connections"] == 1)
         assert is_served(survivor, tokens, rows)
-    wait_until(lambda: maps.read_text().count("memfd:lmcache-hs") <= 2)  # the survivor's: staging and results
+    wait_until(lambda: maps.read_text().count("memfd:lmcache-hs-result") <= 1)  # the survivor's
     again = shared_server.client(model="org/killed", read_timeout_sec=60)
     prompt = tokens_of(40, 1)
     found = again.retrieve_layers(prompt, range(6))
     assert all(torch.equal(got, rows_of(40 * CHUNK, 1)[: len(got)].float()) for got in found.values())
     again.close()
     survivor.close()
+
+
+def test_a_forked_child_connects_anew(shared_server: MpServer) -> None:
+    client = shared_server.client(read_timeout_sec=60)
+    tokens, rows = tokens_of(2, 410), rows_of(2 * CHUNK, 411)
+    assert client.store_hidden_states(tokens, rows) == 2
+    child = os.fork()
+    if not child:
+        os._exit(0 if client.coverage(tokens) == 2 * CHUNK else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    (channel,) = client._channels._idle  # which the child has not ended
+    assert is_served(client, tokens, rows)
+    assert client._channels._idle == [channel]
+    client.close()
 
 
 # -- a server that dies, stops or hangs ------------------------------------------------------------------------
@@ -381,6 +417,43 @@ def test_a_server_that_hangs_costs_one_timeout_and_never_a_wrong_row(server: MpS
     server.signal(signal.SIGCONT)
     wait_until(lambda: is_served(client, first, rows))
     late = client.retrieve_hidden_states(second)
+    assert late is None or torch.equal(late, others.float()[: len(late)])
+    client.close()
+
+
+def test_a_server_that_dies_leaves_no_memory_in_a_client_that_does_nothing(server: MpServer) -> None:
+    client = server.client(read_timeout_sec=60)
+    tokens, rows = tokens_of(2, 514), rows_of(2 * CHUNK, 515)
+    assert client.store_hidden_states(tokens, rows) == 2
+    (hot,) = client._channels._hot.values()
+    gone = weakref.ref(hot)
+    del hot
+    server.kill()
+    wait_until(lambda: gone() is None)
+    client.close()
+
+
+@pytest.mark.parametrize("copy", ["copy_in", "copy_out"])
+def test_a_server_that_ends_while_a_client_copies(server: MpServer, monkeypatch: pytest.MonkeyPatch, copy: str) -> None:
+    client = server.client(read_timeout_sec=60)
+    tokens, rows = tokens_of(2, 516), rows_of(2 * CHUNK, 517)
+    other, others = tokens_of(2, 518), rows_of(2 * CHUNK, 519)
+    assert client.store_hidden_states(tokens, rows) == 2
+    copies = getattr(HotMemory, copy)
+
+    def copy_while_it_ends(*args: Any) -> Any:
+        server.stop()
+        return copies(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HotMemory, copy, copy_while_it_ends)
+        if copy == "copy_in":
+            assert client.store_hidden_states(other, others) == 0
+        else:
+            assert client.retrieve_hidden_states(tokens) is None
+    server.start()
+    wait_until(lambda: is_served(client, tokens, rows), 60)
+    late = client.retrieve_hidden_states(other)
     assert late is None or torch.equal(late, others.float()[: len(late)])
     client.close()
 

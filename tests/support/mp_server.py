@@ -68,7 +68,7 @@ class MpServer:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until(self.answers, 90)
+            wait_until(self.answers, 240)
         except BaseException:
             print(self.log.read_text()[-4000:])
             self.kill()

@@ -1,45 +1,31 @@
 """``HiddenStateClient``: what a worker calls in MP mode, with the interface of the in-process store.
 
-Rows that are stored are copied into staging memory that the server maps; results are tensors over memory that the
-server has written them into, and that it recycles when the last view of a tensor is gone. A connection serves one call
-at a time; calls from several threads have one each.
+Rows that are stored are copied straight into the server's hot tier, which the client maps, and results straight out of
+it. A result with rows from disk is a tensor over memory that the server has written it into, and that it recycles when
+the last view of the tensor is gone. A connection serves one call at a time; calls from several threads have one each.
 
 Bad arguments raise ValueError. A server that is absent, stopped or hung is a miss: None or 0, within
-``read_timeout_sec``. After a call that was not answered in time, its connection is never used again and neither is its
-staging memory, which the server may still read when it goes on.
+``read_timeout_sec``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.format.namespace import local_model_revision
-from lmcache_hs_backend.format.pages import align
 from lmcache_hs_backend.integrations.lmcache_mp import wire
-from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import DTYPE_NAMES, Segment
+from lmcache_hs_backend.integrations.lmcache_mp.channels import Channels, UnavailableError
+from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import DTYPE_NAMES
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
 
 logger = logging.getLogger(__name__)
 
 TokenIds = torch.Tensor | Sequence[int]
-
-_SMALLEST_STAGING = 8 << 20
-_AGAIN_SEC = 1.0  # how long a server that did not answer is left alone
-_HELLO_AGAIN_SEC = 0.05  # and how long it has to answer then
-
-
-class _Unavailable(Exception):
-    """The server cannot be reached, or has not answered in time."""
 
 
 class HiddenStateClient:
@@ -86,7 +72,7 @@ class HiddenStateClient:
         )
         name = wire.socket_name(url) if socket_name is None else socket_name
         self._timeout_sec = read_timeout_sec
-        self._channels = _Channels(name, hello, read_timeout_sec)
+        self._channels = Channels(name, hello, read_timeout_sec)
 
     # -- LMCache's interface -----------------------------------------------------------------------------
 
@@ -152,13 +138,12 @@ class HiddenStateClient:
         rows = {_layer_idx(idx): checked_rows(tensor, num_tokens - token_offset) for idx, tensor in layers.items()}
         if not rows or token_offset == num_tokens:
             return 0
-        places, nbytes = [], 0
-        for layer_idx, tensor in rows.items():
-            tokens, hidden_dim = tensor.shape
-            places.append(wire.SegmentPlace(layer_idx, 0, nbytes, tokens, hidden_dim, DTYPE_NAMES[tensor.dtype]))
-            nbytes += align(tensor.nbytes)
-        call = wire.StoreCall(ids=ids, token_offset=token_offset, rows=places, salt=cache_salt)
-        reply = self._ask(call, list(rows.values()))
+        described = [
+            wire.LayerRows(layer_idx, tensor.shape[0], tensor.shape[1], DTYPE_NAMES[tensor.dtype])
+            for layer_idx, tensor in rows.items()
+        ]
+        call = wire.StoreCall(ids=ids, token_offset=token_offset, layers=described, salt=cache_salt)
+        reply = self._ask(call, rows)
         return 0 if reply is None else reply.count
 
     def retrieve_layers(
@@ -227,7 +212,7 @@ class HiddenStateClient:
     def _ask(
         self,
         call: wire.AnyCall,
-        rows: Sequence[torch.Tensor] = (),
+        rows: Mapping[int, torch.Tensor] | None = None,
         result: dict[int, torch.Tensor] | None = None,
         more_sec: float = 0.0,
     ) -> wire.WireReply | None:
@@ -235,199 +220,13 @@ class HiddenStateClient:
         deadline = time.monotonic() + self._timeout_sec + more_sec
         try:
             reply = self._channels.ask(call, rows, result, deadline)
-        except _Unavailable:
+        except UnavailableError:
             return None
         if reply.is_argument:
             raise ValueError(reply.error)
         if reply.error:
             logger.warning("the hidden-state server failed: %s", reply.error)
             return None
-        return reply
-
-
-class _Channels:
-    """Connections that are not in use. Thread-safe; a forked child starts with none."""
-
-    def __init__(self, name: str, hello: wire.HelloCall, timeout_sec: float) -> None:
-        self._name = name
-        self._hello = hello
-        self._timeout_sec = timeout_sec
-        self._lock = threading.Lock()
-        self._idle: list[_Channel] = []
-        self._pid = os.getpid()
-        self._closed = False
-        self._hung = False
-        self._again_at = 0.0  # not before then, since it did not answer
-        self._is_down = False  # and that has been logged
-
-    def ask(
-        self,
-        call: wire.AnyCall,
-        rows: Sequence[torch.Tensor],
-        result: dict[int, torch.Tensor] | None,
-        deadline: float,
-    ) -> wire.WireReply:
-        """Raises _Unavailable."""
-        while True:
-            channel, fresh = self._take(deadline)
-            try:
-                reply = channel.ask(call, rows, result, deadline)
-            except TimeoutError as error:
-                channel.close()
-                self._lost(error, hung=True)
-                raise _Unavailable from None
-            except (OSError, ValueError) as error:
-                channel.close()
-                self._lost(error, hung=False)
-                if fresh or isinstance(error, ValueError):
-                    raise _Unavailable from None
-                continue  # the server was started again since: one that is new may answer
-            except BaseException:
-                channel.close()
-                raise
-            with self._lock:
-                if not self._closed and self._pid == os.getpid():
-                    self._idle.append(channel)
-                    return reply
-            channel.close()
-            return reply
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
-
-    def _take(self, deadline: float) -> tuple[_Channel, bool]:
-        """A channel, and whether it is new. Raises _Unavailable."""
-        with self._lock:
-            if self._pid != os.getpid():
-                for channel in self._idle:
-                    channel.close()
-                self._pid, self._idle = os.getpid(), []
-            if self._closed:
-                raise _Unavailable
-            if self._idle:
-                return self._idle.pop(), False
-            if time.monotonic() < self._again_at:
-                raise _Unavailable
-            if self._hung:  # whoever comes next in the meantime does not wait
-                self._again_at = time.monotonic() + _AGAIN_SEC
-                deadline = min(deadline, time.monotonic() + _HELLO_AGAIN_SEC)
-        try:
-            channel = _Channel(self._name, self._hello, deadline)
-        except (OSError, ValueError) as error:
-            self._lost(error, hung=isinstance(error, TimeoutError))
-            if isinstance(error, _Refused):
-                with self._lock:
-                    self._again_at = time.monotonic() + _AGAIN_SEC
-            raise _Unavailable from None
-        with self._lock:
-            if self._is_down:
-                logger.info("the hidden-state server answers")
-            self._hung = self._is_down = False
-            self._again_at = 0.0
-        return channel, True
-
-    def _lost(self, error: Exception, *, hung: bool) -> None:
-        """Other connections to that server are no better."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-            if hung:
-                self._hung = True
-                self._again_at = time.monotonic() + _AGAIN_SEC
-            was_down, self._is_down = self._is_down, True
-        for channel in idle:
-            channel.close()
-        if not was_down:
-            logger.warning(
-                "no hidden states from the server at %s until it answers: %s",
-                self._name.lstrip("\0"), error or type(error).__name__,
-            )  # fmt: skip
-
-
-class _Refused(OSError):
-    """The server does not serve this client: versions differ, say, or the cold path cannot be used."""
-
-
-class _Channel:
-    """A connection and its shared memory. One call at a time."""
-
-    def __init__(self, name: str, hello: wire.HelloCall, deadline: float) -> None:
-        """Connect. Raises OSError, _Refused and TimeoutError included."""
-        self._staging: Segment | None = None
-        self._segments: list[Segment] = []  # of results, as the server numbers them from 1
-        self._returned: deque[tuple[int, int]] = deque()  # results of which no view is left
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            self._socket.connect(name)
-            if not wire.same_user(self._socket):
-                raise _Refused("the server's socket belongs to another user")
-            reply = self._exchange(hello, [], deadline)
-            if reply.error:
-                raise _Refused(reply.error)
-        except BaseException:
-            self._socket.close()
-            raise
-
-    def ask(
-        self,
-        call: wire.AnyCall,
-        rows: Sequence[torch.Tensor],
-        result: dict[int, torch.Tensor] | None,
-        deadline: float,
-    ) -> wire.WireReply:
-        """``rows`` go to the places that a StoreCall names; what comes back goes into ``result``. Raises OSError."""
-        fds: list[int] = []
-        try:
-            call.staging = 0
-            if isinstance(call, wire.StoreCall):
-                call.staging = self._stage(call.rows, rows, fds)
-            call.released = []
-            with contextlib.suppress(IndexError):
-                while len(call.released) < 4096:
-                    call.released.append(self._returned.popleft())
-            reply = self._exchange(call, fds, deadline)
-        finally:
-            wire.close_all(fds)
-        if result is not None:
-            for place in reply.rows:
-                result[place.layer_idx] = self._segment(place.segment).rows(place, self._returned)
-        return reply
-
-    def close(self) -> None:
-        """End it. The server frees the memory; results keep theirs."""
-        self._socket.close()
-
-    def _segment(self, number: int) -> Segment:
-        if not 1 <= number <= len(self._segments):
-            raise wire.BrokenMessage(f"rows in segment {number} of {len(self._segments)}")
-        return self._segments[number - 1]
-
-    def _stage(self, places: Sequence[wire.SegmentPlace], rows: Sequence[torch.Tensor], fds: list[int]) -> int:
-        """Copy rows to where the server finds them. The size of the staging memory if it is new."""
-        needed = places[-1].offset + align(rows[-1].nbytes)
-        new = 0
-        if self._staging is None or self._staging.nbytes < needed:
-            new = max(_SMALLEST_STAGING, align(needed, _SMALLEST_STAGING))
-            self._staging, fd = Segment.create(new)
-            fds.append(fd)
-        for place, tensor in zip(places, rows, strict=True):
-            self._staging.rows(place).copy_(tensor)
-        return new
-
-    def _exchange(self, call: wire.AnyCall, fds: list[int], deadline: float) -> wire.WireReply:
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        wire.send(self._socket, call, fds)
-        reply, received = wire.receive_reply(self._socket, deadline)
-        try:
-            if len(received) != len(reply.segments):
-                raise wire.BrokenMessage(f"{len(reply.segments)} segments and {len(received)} descriptors")
-            self._segments += [Segment(fd, size) for fd, size in zip(received, reply.segments, strict=True)]
-        finally:
-            wire.close_all(received)
         return reply
 
 

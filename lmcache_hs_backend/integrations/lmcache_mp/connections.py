@@ -11,11 +11,14 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 from lmcache_hs_backend.config import GIB, ServerConfig
 from lmcache_hs_backend.integrations.lmcache_mp import wire
-from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import DTYPES, Segment, SharedOutputs
+from lmcache_hs_backend.integrations.lmcache_mp.client_copies import ClientCopies, ClientRows
+from lmcache_hs_backend.integrations.lmcache_mp.results import ClientResults
+from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import DTYPES
 from lmcache_hs_backend.integrations.lmcache_mp.spaces import Space, Spaces
 
 logger = logging.getLogger(__name__)
@@ -81,9 +84,9 @@ class Connections:
                 self._end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        session = Session(self._spaces, int(self._config.client_memory * GIB))
+        session = Session(self._spaces, connection, int(self._config.client_memory * GIB), lambda: self._closed)
         try:
-            session.run(connection)
+            session.run()
         except OSError as error:  # the client is gone, or speaks another language
             logger.debug("a client has left: %s", error)
         except Exception:
@@ -99,46 +102,47 @@ class Connections:
 
 
 class Session:
-    """One connection: its space, the client's staging memory, and the memory of its results. One thread."""
+    """One connection: its space, and the memory of its results. One thread."""
 
-    def __init__(self, spaces: Spaces, client_memory: int) -> None:
+    def __init__(
+        self, spaces: Spaces, connection: socket.socket, client_memory: int, is_closing: Callable[[], bool]
+    ) -> None:
+        """``client_memory``: bytes of results. ``is_closing``: whether this side has ended the connection."""
         self._spaces = spaces
+        self._connection = connection
+        self._copies = ClientCopies(connection, is_closing)
         self._space: Space | None = None
-        self._staging: Segment | None = None
-        self._outputs = SharedOutputs(client_memory)
+        self._results = ClientResults(client_memory, self._copies)
 
-    def run(self, connection: socket.socket) -> NoReturn:
+    def run(self) -> NoReturn:
         """Answer calls. Ends with an OSError when the client is gone."""
         while True:
-            call, fds = wire.receive_call(connection)
+            call, fds = wire.receive_call(self._connection)
+            wire.close_all(fds)  # clients send none
             new: list[int] = []
             try:
-                reply = self._answer(call, fds, new)
-                wire.send(connection, reply, new)
+                reply = self._answer(call, new)
+                if reply is not None:
+                    wire.send(self._connection, reply, new)
             finally:
-                wire.close_all(fds)
                 wire.close_all(new)
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._outputs.close()
-        self._staging = None
+        self._results.close()
 
-    def _answer(self, call: wire.AnyCall, fds: list[int], new: list[int]) -> wire.WireReply:
+    def _answer(self, call: wire.AnyCall, new: list[int]) -> wire.WireReply | None:
+        """The reply, None if there is none. Descriptors that go with it are appended to ``new``."""
         try:
-            self._outputs.release(call.released)
-            if call.staging:
-                if len(fds) != 1:
-                    raise ValueError(f"{len(fds)} descriptors came with a new staging segment, not 1")
-                self._staging = Segment(fds[0], call.staging)
+            self._results.release(call.released)
             if isinstance(call, wire.HelloCall):
-                return self._hello(call)
+                return self._hello(call, new)
             if self._space is None:
                 raise ValueError("the first message must be hello")
             if not self._space.is_current:
                 raise wire.BrokenMessage("LMCache has settled on another chunk size: connect again")
             return self._handle(self._space, call, new)
-        except wire.BrokenMessage:
+        except ConnectionError:  # it is at its end
             raise
         except ValueError as error:
             return wire.WireReply(error=str(error), is_argument=True)
@@ -148,15 +152,18 @@ class Session:
                 self._space.tiers.metrics.add("errors_internal")
             return wire.WireReply(error=f"{type(error).__name__}: {error}")
 
-    def _hello(self, call: wire.HelloCall) -> wire.WireReply:
+    def _hello(self, call: wire.HelloCall, new: list[int]) -> wire.WireReply:
         if call.version != wire.VERSION:
             raise ValueError(f"the client speaks version {call.version}, the server {wire.VERSION}: install the same")
         if "@" in call.model or "@" in call.kv_dtype:
             raise ValueError(f"the model {call.model!r} or kv_dtype {call.kv_dtype!r} contains '@'")
-        self._space = self._spaces.open(call)
-        return wire.WireReply(count=self._space.ident.chunk_size)
+        space = self._spaces.open(call)
+        hot_bytes, hot_fd = space.duplicate_hot()
+        new.append(hot_fd)
+        self._space = space
+        return wire.WireReply(count=space.ident.chunk_size, segments=[hot_bytes])
 
-    def _handle(self, space: Space, call: wire.AnyCall, new: list[int]) -> wire.WireReply:
+    def _handle(self, space: Space, call: wire.AnyCall, new: list[int]) -> wire.WireReply | None:
         tiers = space.tiers
         if isinstance(call, wire.StoreCall):
             return wire.WireReply(count=self._store(space, call))
@@ -173,26 +180,31 @@ class Session:
             return wire.WireReply(count=tiers.flush(call.timeout))
         if isinstance(call, wire.ClearCall):
             return wire.WireReply(count=tiers.clear())
+        if isinstance(call, wire.Copied):
+            raise wire.BrokenMessage("copied, and nothing was to be copied")
         return wire.WireReply(figures=tiers.stats())
 
     def _store(self, space: Space, call: wire.StoreCall) -> int:
         refs = [ref for ref in space.refs(call.ids, call.salt) if ref.start >= call.token_offset]
-        if self._staging is None:
-            raise ValueError("rows to store, and no staging memory")
-        rows = {place.layer_idx: self._staging.rows(place) for place in call.rows}
-        stored = space.tiers.store(refs, call.ids, rows, call.token_offset)
-        return stored if space.tiers.config.store_count == "new" else space.tiers.held(refs, rows)
+        source = ClientRows(call.layers, self._copies)
+        if refs and source.num_tokens < refs[-1].end - call.token_offset:
+            raise ValueError(f"{source.num_tokens} rows, and chunks up to token {refs[-1].end}")
+        stored = space.tiers.store_from(refs, call.ids, source, call.token_offset)
+        return stored.new if space.tiers.config.store_count == "new" else stored.held
 
-    def _retrieve(self, space: Space, call: wire.RetrieveCall, new: list[int]) -> wire.WireReply:
+    def _retrieve(self, space: Space, call: wire.RetrieveCall, new: list[int]) -> wire.WireReply | None:
         dtype = None if call.dtype is None else DTYPES.get(call.dtype)
         if dtype is None and call.dtype is not None:
             raise ValueError(f"dtype is {call.dtype!r}, but must be one of {', '.join(DTYPES)}")
-        refs, outputs = space.refs(call.ids, call.salt), self._outputs
-        result = {}
+        refs, results = space.refs(call.ids, call.salt), self._results
+        results.begin()
+        rows = {}
         try:
-            result = space.tiers.retrieve(refs, list(dict.fromkeys(call.layer_idxs)), dtype, outputs)
+            rows = space.tiers.retrieve(refs, list(dict.fromkeys(call.layer_idxs)), dtype, results)
         finally:
-            places = outputs.hand_over(result)
-        segments = outputs.take_new()
+            places = results.hand_over(rows)
+        if results.copied:
+            return None
+        segments = results.take_new()
         new += [fd for fd, _ in segments]
         return wire.WireReply(rows=places, segments=[size for _, size in segments])

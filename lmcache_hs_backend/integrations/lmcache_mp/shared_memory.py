@@ -3,9 +3,8 @@
 A segment is a memfd, so nothing is left in /dev/shm when a process is killed, and a container's limit on /dev/shm does
 not apply. It is sealed against shrinking: a peer that cut it would otherwise crash whoever touches it next.
 
-Today rows are copied into or out of such memory, and the server copies once more between it and the hot tier's slots (a
-result is written into it directly). A ``wire.SegmentPlace`` names a segment, so the hot tier's
-own arena can become one.
+What costs is the first touch of a page, in each process that maps it: memory is populated in large pieces, and begins
+where a huge page does.
 """
 
 from __future__ import annotations
@@ -17,19 +16,25 @@ import os
 import stat
 import weakref
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
-from lmcache_hs_backend.format.pages import ALIGN, align
+from lmcache_hs_backend.format.pages import ALIGN
 from lmcache_hs_backend.integrations.lmcache_mp.wire import SegmentPlace
-from lmcache_hs_backend.tiers.state.slots import FreeList
+from lmcache_hs_backend.tiers.memory.arena import HUGE_PAGE, populate
 
+#: dtypes of results, as they are named on the wire.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = _libc.munmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_SMALLEST = 16 << 20  # bytes of a segment for results
 
 
 class Segment:
@@ -51,12 +56,15 @@ class Segment:
         if sealed & _SEALS != _SEALS:
             raise ValueError("shared memory has to be a memfd that is sealed against shrinking and growing")
         self.nbytes = nbytes
-        self.mapping = mmap.mmap(fd, nbytes)
+        self.view = _map(fd, nbytes)
 
     @classmethod
-    def create(cls, nbytes: int) -> tuple[Segment, int]:
-        """New memory and its descriptor, the caller's to send and close. Raises OSError."""
-        fd = os.memfd_create("lmcache-hs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def create(cls, nbytes: int, kind: str) -> tuple[Segment, int]:
+        """New memory and its descriptor, the caller's to send and close. Raises OSError.
+
+        ``kind``: what /proc/<pid>/maps shows of it, as ``memfd:lmcache-hs-<kind>``.
+        """
+        fd = os.memfd_create(f"lmcache-hs-{kind}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -64,6 +72,10 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
+
+    def populate(self) -> None:
+        """Have the kernel provide the memory now, where it can. Other processes that map it do that for themselves."""
+        populate(torch.frombuffer(self.view, dtype=torch.uint8))
 
     def rows(self, place: SegmentPlace, returned: deque[tuple[int, int]] | None = None) -> torch.Tensor:
         """The rows at a place, as a tensor that keeps the memory mapped.
@@ -81,7 +93,7 @@ class Segment:
             raise ValueError(f"rows of {nbytes} bytes at {place.offset} of a shared segment of {self.nbytes} bytes")
         if not nbytes:
             return torch.empty(0, place.hidden_dim, dtype=dtype)
-        memory = (ctypes.c_char * nbytes).from_buffer(self.mapping, place.offset)
+        memory = (ctypes.c_char * nbytes).from_buffer(self.view, place.offset)
         if returned is not None:
             # It runs wherever the last view goes away, inside any lock: it does nothing but append.
             weakref.finalize(memory, returned.append, (place.segment, place.offset)).atexit = False
@@ -90,70 +102,18 @@ class Segment:
         return flat.view(place.num_tokens, place.hidden_dim)
 
 
-class SharedOutputs:
-    """The memory of one client's results, on the server's side: grows as needed, up to ``limit`` bytes.
-
-    Not thread-safe: a client's connection has one thread.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._segments: list[tuple[Segment, FreeList]] = []
-        self._lent: dict[tuple[int, int], int] = {}  # (segment, offset) → bytes, until the client releases them
-        self._new: list[tuple[int, int]] = []  # descriptor and size of segments that the client does not have yet
-        self._places: dict[int, SegmentPlace] = {}  # of the call in progress, by the address of the rows
-
-    def rows(self, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the rows of one layer of a result. Raises MemoryError when the client holds too much."""
-        nbytes = align(max(1, num_tokens * hidden_dim * dtype.itemsize))
-        number, offset = self._allocate(nbytes)
-        self._lent[number, offset] = nbytes
-        place = SegmentPlace(0, number, offset, num_tokens, hidden_dim, DTYPE_NAMES[dtype])
-        tensor = self._segments[number - 1][0].rows(place)
-        self._places[tensor.data_ptr()] = place
-        return tensor
-
-    def hand_over(self, result: dict[int, torch.Tensor]) -> list[SegmentPlace]:
-        """End a call: the places of its result. Memory that was taken for it and is not part of it is free again."""
-        places = []
-        for layer_idx, tensor in result.items():
-            place = self._places.pop(tensor.data_ptr())
-            place.layer_idx, place.num_tokens = layer_idx, tensor.shape[0]
-            places.append(place)
-        self.release((place.segment, place.offset) for place in self._places.values())
-        self._places = {}
-        return places
-
-    def take_new(self) -> list[tuple[int, int]]:
-        """(descriptor, size) of the segments that the client does not have yet, to be sent and closed."""
-        new, self._new = self._new, []
-        return new
-
-    def release(self, results: Iterable[tuple[int, int]]) -> None:
-        """The client is done with these. What was never lent is passed over: it may have been said twice."""
-        for number, offset in results:
-            nbytes = self._lent.pop((number, offset), None)
-            if nbytes is not None:
-                self._segments[number - 1][1].free(offset, nbytes)
-
-    def close(self) -> None:
-        """Let go of everything. The client's tensors keep their memory."""
-        for fd, _ in self._new:
-            os.close(fd)
-        self._segments, self._new, self._lent, self._places = [], [], {}, {}
-
-    def _allocate(self, nbytes: int) -> tuple[int, int]:
-        for number, (_, slots) in enumerate(self._segments, 1):
-            offsets = slots.allocate(nbytes)
-            if offsets:
-                return number, offsets[0]
-        held = sum(segment.nbytes for segment, _ in self._segments)
-        size = align(max(_SMALLEST, held, nbytes))  # twice as much as before, as far as that is allowed
-        if held + size > self._limit:
-            size = align(nbytes)
-        if held + size > self._limit:
-            raise MemoryError(f"the client holds results of {held} bytes, of client_memory {self._limit}")
-        segment, fd = Segment.create(size)
-        self._new.append((fd, size))
-        self._segments.append((segment, FreeList(size)))
-        return len(self._segments), self._segments[-1][1].allocate(nbytes)[0]
+def _map(fd: int, nbytes: int) -> memoryview:
+    """Map a descriptor so that it begins at a huge page; unmapped with the last view of it. Raises OSError."""
+    reserved = nbytes + HUGE_PAGE
+    base = _libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    begin = -(-base // HUGE_PAGE) * HUGE_PAGE if base not in (None, _MAP_FAILED) else _MAP_FAILED
+    if begin == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"{nbytes} bytes of shared memory cannot be mapped")
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(begin, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != begin:
+        error = ctypes.get_errno()
+        _libc.munmap(base, reserved)
+        raise OSError(error, f"{nbytes} bytes of shared memory cannot be mapped")
+    memory = (ctypes.c_char * nbytes).from_address(begin)
+    weakref.finalize(memory, _libc.munmap, base, reserved).atexit = False
+    return memoryview(memory).cast("B")

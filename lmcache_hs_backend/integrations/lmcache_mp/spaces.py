@@ -7,16 +7,21 @@ gone.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkRef, chunk_name, chunk_refs
 from lmcache_hs_backend.config import GIB, ServerConfig
 from lmcache_hs_backend.format.namespace import NamespaceId
+from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import Segment
 from lmcache_hs_backend.integrations.lmcache_mp.wire import HelloCall
 from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.memory.arena import MapMemory
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +37,18 @@ class _KeptPrompt(NamedTuple):
 
 
 class Space:
-    """The rows of one model for one kind of worker."""
+    """The rows of one model for one kind of worker, and the shared memory that its hot tier is."""
 
-    def __init__(self, ident: NamespaceId, tiers: TieredStore, hasher: Any) -> None:
+    def __init__(self, ident: NamespaceId, hasher: Any, open_tiers: Callable[[MapMemory], TieredStore]) -> None:
+        """``open_tiers``: opens the store, with the hot tier in what it is given. What it raises comes through."""
         self.ident = ident
-        self.tiers = tiers
+        self._hot_bytes = 0
+        self._hot_fd = -1
+        try:
+            self.tiers = open_tiers(self._map_hot)
+        finally:
+            if self._hot_fd >= 0:
+                weakref.finalize(self, os.close, self._hot_fd)
         self._hasher = hasher
         self._last: _KeptPrompt | None = None
 
@@ -58,6 +70,15 @@ class Space:
         refs = chunk_refs(chunks, ids)
         self._last = _KeptPrompt(ids, salt, refs)
         return refs
+
+    def _map_hot(self, nbytes: int) -> memoryview:
+        segment, self._hot_fd = Segment.create(nbytes, "hot")
+        self._hot_bytes = nbytes
+        return segment.view
+
+    def duplicate_hot(self) -> tuple[int, int]:
+        """The hot tier, for a client to map: its bytes and a descriptor, the caller's to close. Raises OSError."""
+        return self._hot_bytes, os.dup(self._hot_fd)
 
     @property
     def is_current(self) -> bool:
@@ -104,7 +125,7 @@ class Spaces:
                     raise ValueError("the server is closing")
                 space = self._open.get(ident)
             if space is None:
-                space = Space(ident, self._store(ident), self._context.token_hasher)
+                space = Space(ident, self._context.token_hasher, partial(self._store, ident))
                 with self._lock:
                     if not self._closed:
                         self._open[ident] = space
@@ -162,7 +183,7 @@ class Spaces:
             none_hash=none_hash.hex() if isinstance(none_hash, bytes) else str(none_hash),
         )
 
-    def _store(self, ident: NamespaceId) -> TieredStore:
+    def _store(self, ident: NamespaceId, map_hot: MapMemory) -> TieredStore:
         config = self._config
         tiers = TieredStore(
             config,
@@ -171,6 +192,7 @@ class Spaces:
             labels={"model_name": ident.model, "worker_id": ident.worker_id, "role": "mp_server"},
             capture='{"source": "lmcache", "layer_ids": "storage slots"}',
             setting=lambda name: f"config[{name!r}] of the server module",
+            map_hot=map_hot,
         )
         tiers.pin()
         logger.info(

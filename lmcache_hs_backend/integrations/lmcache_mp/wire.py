@@ -1,8 +1,13 @@
 """What clients and the server say to each other: messages, checked as they are decoded, over a Unix socket.
 
 A message is its length (4 bytes, little-endian) and a msgpack body; file descriptors of shared memory travel with it.
-Rows never do: they are in shared memory, and messages say where. Whatever comes in has been checked for types and
-limits when ``receive`` returns it; whether a place lies within its memory, the owner of the memory checks.
+Rows never do: they are in shared memory, and messages say where. Whatever
+comes in has been checked for types and limits when ``receive`` returns it; whether a place lies within its memory, the
+owner of the memory checks.
+
+A call has one reply, with two exceptions. To a store, the server replies with ``copies`` first, whenever it has slots
+for a part of the rows: the client copies those, says ``Copied``, and waits on. To a retrieve of rows that are all in
+RAM it replies with ``copies`` too; the client copies, says ``Copied``, and that is the end of it.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 #: Both sides compare it first.
-VERSION = 1
+VERSION = 2
 #: Token ids of 2²⁴ tokens, and as much again.
 _MAX_BODY = 1 << 28
 _MAX_FDS = 16
@@ -36,10 +41,33 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 MAX_SECONDS = 86400.0
 
 
-class SegmentPlace(msgspec.Struct):
-    """Rows of one layer in shared memory: ``[num_tokens, hidden_dim]`` of ``dtype``, at ``offset`` of a segment.
+class LayerRows(msgspec.Struct):
+    """Rows of one layer that a client has: ``[num_tokens, hidden_dim]`` of ``dtype``."""
 
-    ``segment``: 0 is the client's staging memory; others are numbered as the server has sent them, from 1.
+    layer_idx: _LayerIdx
+    num_tokens: _Count
+    hidden_dim: _HiddenDim
+    dtype: _Name
+
+
+class HotRun(msgspec.Struct, array_like=True):
+    """Rows of a layer in the hot tier: ``[num_tokens, hidden_dim]`` of ``dtype`` (a safetensors name) at ``offset``.
+
+    They are the ones from ``row`` on of what the client stores or retrieves.
+    """
+
+    layer_idx: _LayerIdx
+    row: _Count
+    num_tokens: _Count
+    offset: _Bytes
+    hidden_dim: _HiddenDim
+    dtype: _Name
+
+
+class SegmentPlace(msgspec.Struct):
+    """Rows of a result, ``[num_tokens, hidden_dim]`` of ``dtype``, at ``offset`` of a segment of shared memory.
+
+    ``segment``: they are numbered as the server has sent them, from 1.
     """
 
     layer_idx: _LayerIdx
@@ -56,10 +84,9 @@ _Places = Annotated[list[SegmentPlace], msgspec.Meta(max_length=1024)]
 
 
 class Call(msgspec.Struct, tag_field="op", kw_only=True):
-    """``staging``: size of a new staging segment whose descriptor comes with the message; 0 without one."""
+    """What every request has."""
 
     released: _Released = []
-    staging: _Bytes = 0
 
 
 class HelloCall(Call, tag="hello", kw_only=True):
@@ -74,10 +101,16 @@ class HelloCall(Call, tag="hello", kw_only=True):
 
 
 class StoreCall(Call, tag="store", kw_only=True):
+    """``layers``: what the client has, from ``token_offset`` on. Its reply is the count."""
+
     ids: _Ids
     token_offset: _Count
-    rows: _Places
+    layers: Annotated[list[LayerRows], msgspec.Meta(max_length=1024)]
     salt: _Salt = ""
+
+
+class Copied(Call, tag="copied", kw_only=True):
+    """The ``copies`` that the server has sent are made."""
 
 
 class RetrieveCall(Call, tag="retrieve", kw_only=True):
@@ -111,15 +144,22 @@ class StatsCall(Call, tag="stats", kw_only=True):
     pass
 
 
-AnyCall = HelloCall | StoreCall | RetrieveCall | CoverageCall | PrefetchCall | FlushCall | ClearCall | StatsCall
+AnyCall = (
+    HelloCall | StoreCall | Copied | RetrieveCall | CoverageCall | PrefetchCall | FlushCall | ClearCall | StatsCall
+)
 
 
 class WireReply(msgspec.Struct, kw_only=True):
-    """``error``: a wrong argument (``is_argument``), or trouble of the server. ``segments``: sizes of new segments,
-    whose descriptors come with the message.
+    """The answer to a call.
+
+    ``error``: a wrong argument (``is_argument``), or trouble of the server. ``segments``: sizes of shared memory whose
+    descriptors come with the message: the hot tier with the answer to hello, later new memory of results.
+
+    ``copies``: what the client is to copy now.
     """
 
     count: int = 0
+    copies: list[HotRun] = []
     rows: _Places = []
     figures: dict[str, int | float | str | bool] = {}
     segments: Annotated[list[_Bytes], msgspec.Meta(max_length=_MAX_FDS)] = []

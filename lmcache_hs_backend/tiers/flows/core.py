@@ -23,7 +23,7 @@ from lmcache_hs_backend.format.header import BadChunk
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
 from lmcache_hs_backend.tiers.flows.strict import store_lock
-from lmcache_hs_backend.tiers.memory.arena import Arena
+from lmcache_hs_backend.tiers.memory.arena import Arena, MapMemory, map_memory
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.state import recovering
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
@@ -51,7 +51,9 @@ class Core:
     #: The flow of the shared tier, when there is one.
     share: Share | None = None
 
-    def __init__(self, config: TieredConfig, capacity: int, ask: AskPresence, metrics: Metrics) -> None:
+    def __init__(
+        self, config: TieredConfig, capacity: int, ask: AskPresence, metrics: Metrics, map_hot: MapMemory = map_memory
+    ) -> None:
         """Reserve ``capacity`` bytes for the hot tier. Raises ValueError, OverflowError or OSError."""
         self.config = config
         self.metrics = metrics
@@ -67,7 +69,7 @@ class Core:
             share=config.uploads,
         )
         self.min_free_bytes = config.min_free_bytes
-        self.arena = Arena(self.state.free_list.capacity)
+        self.arena = Arena(self.state.free_list.capacity, map_hot)
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.policy = WritePolicy(config.clean_fraction * self.arena.capacity, config.write_back_sec)
         self.lock = store_lock(self.state)

@@ -22,6 +22,7 @@ from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.read import Headers, PendingReads, Reads
 from lmcache_hs_backend.tiers.memory.copies import alone, copy_serially
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
+from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import making_room, reading
 from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 from lmcache_hs_backend.tiers.state.reading import PromptWalk
@@ -35,7 +36,14 @@ _SMALL_RESULT = 1 << 20
 
 
 class Outputs(Protocol):
-    """Memory for a result that a caller of ``retrieve`` provides, where the store's own would not do."""
+    """What a caller of ``retrieve`` provides whose result the store's own memory would not do for."""
+
+    def copy_hot(self, moves: Mapping[int, Sequence[Move]]) -> dict[int, torch.Tensor]:
+        """Have rows that are all in RAM copied to wherever the caller wants them; the slots are pinned until then.
+
+        Returns tensors of the result's shapes (on the ``meta`` device if the rows are elsewhere). What it raises ends
+        the call.
+        """
 
     def rows(self, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Contiguous ``[num_tokens, hidden_dim]``, contents undefined. Raises MemoryError when there is none."""
@@ -86,16 +94,20 @@ class Retrieve:
             if cold:  # first of all: the disk takes longest
                 pending = PendingReads(refs, self._reads)
                 self._submit_reads(walk, cold, pending)
-            rows = self._outputs(refs[known - 1].end, walk.specs, dtype, outputs) if known else {}
-            if known and not rows:
-                miss = "memory"
+            rows: dict[int, torch.Tensor] = {}
+            if known and outputs is not None and not cold:
+                rows, served = outputs.copy_hot(self._hot_moves(refs[:known], walk)), known
             elif known:
+                rows = self._outputs(refs[known - 1].end, walk.specs, dtype, outputs)
                 if pending is not None:
                     pending.result = rows
-                self._copy_hot(refs[:known], walk, rows)
-                served = known
-                if pending is not None:
-                    served, miss = self._await_reads(known, cold, pending, deadline, miss)
+                if rows:
+                    self._copy_hot(refs[:known], walk, rows)
+                    served = known
+                    if pending is not None:
+                        served, miss = self._await_reads(known, cold, pending, deadline, miss)
+                else:
+                    miss = "memory"
         finally:
             if pending is not None:
                 pending.cancel()
@@ -150,14 +162,20 @@ class Retrieve:
             return torch.empty(tokens, hidden_dim, dtype=dtype)
         return self._core.pool.get(nbytes).rows(tokens, hidden_dim, dtype)
 
-    def _copy_hot(self, refs: Sequence[ChunkRef], walk: PromptWalk, rows: Mapping[int, torch.Tensor]) -> None:
-        parts = []
-        for layer_idx, tensor in rows.items():
+    def _hot_moves(self, refs: Sequence[ChunkRef], walk: PromptWalk) -> dict[int, list[Move]]:
+        """layer_idx → its rows that are in slots."""
+        moves: dict[int, list[Move]] = {}
+        for spec in walk.specs:
+            layer_idx = spec.layer_idx
             pairs: Iterable[tuple[ChunkRef, ChunkEntry]] = zip(refs, walk.entries, strict=False)
             if walk.cold:
                 pairs = [pair for n, pair in enumerate(pairs) if layer_idx not in walk.cold.get(n, ())]
-            parts.append((tensor, [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]))
-        self._copier.copy_out(parts, reading=bool(walk.cold))
+            moves[layer_idx] = [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]
+        return moves
+
+    def _copy_hot(self, refs: Sequence[ChunkRef], walk: PromptWalk, rows: Mapping[int, torch.Tensor]) -> None:
+        moves = self._hot_moves(refs, walk)
+        self._copier.copy_out([(tensor, moves[idx]) for idx, tensor in rows.items()], reading=bool(walk.cold))
 
     def _submit_reads(self, walk: PromptWalk, positions: Sequence[int], pending: PendingReads) -> None:
         """Have cold chunks read side by side, into slots that are side by side as far as there is room."""

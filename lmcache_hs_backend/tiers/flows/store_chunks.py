@@ -7,11 +7,10 @@ of it, and never drops one of its own chunks to make room for another.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +20,7 @@ from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.read import Headers
 from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES
+from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import making_room, reading, storing
 from lmcache_hs_backend.tiers.state.entries import Slot
 from lmcache_hs_backend.tiers.state.storing import MissingLayers, StorePlan
@@ -35,6 +35,45 @@ class Stored(NamedTuple):
 
     new: int  # chunks that newly hold at least one of the layers; one recovered from disk counts once, too
     held: int  # chunks of the call's range that hold all of the layers when it returns
+
+
+class RowSource(Protocol):
+    """Rows that are to be stored, in this process or another, and who copies them."""
+
+    #: What is to be stored; a chunk has at most format.header.MAX_LAYERS layers, further ones are left out.
+    specs: Sequence[LayerSpec]
+
+    def copy_in(self, moves: Mapping[int, Sequence[Move]]) -> None:
+        """Copy rows of each layer into their slots, and return when all of them are there."""
+
+    def settle(self) -> None:
+        """Called when ``copy_in`` has raised: return as soon as nothing writes into those slots any more.
+
+        If it raises instead, that cannot be known, and the slots are never used again.
+        """
+
+
+class TensorRows:
+    """Rows of a caller in this process: layer_idx → ``[num_tokens, hidden_dim]``, on any device, outside autograd."""
+
+    def __init__(self, copier: Copier, rows: Mapping[int, torch.Tensor]) -> None:
+        """``rows``: of dtypes in DTYPE_NAMES."""
+        self.specs: Sequence[LayerSpec] = [
+            LayerSpec(idx, DTYPE_NAMES[tensor.dtype], tensor.shape[1]) for idx, tensor in rows.items()
+        ]
+        self._copier = copier
+        self._rows = rows
+
+    def copy_in(self, moves: Mapping[int, Sequence[Move]]) -> None:
+        """See RowSource."""
+        for layer_idx, its_moves in moves.items():
+            self._copier.copy_in(self._rows[layer_idx], its_moves)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for copies from a GPU."""
+        for device in {tensor.device for tensor in self._rows.values()}:
+            self._copier.synchronize(device)
 
 
 class Store:
@@ -56,22 +95,29 @@ class Store:
         row_offset: int,
         wait_sec: float | None = None,
     ) -> Stored:
-        """Keep layers of the chunks that start at or after token ``row_offset``, where ``rows`` begin.
+        """``store_from`` for rows in this process: layer_idx → ``[num_tokens, hidden_dim]``, see TensorRows."""
+        return self.store_from(refs, ids, TensorRows(self._copier, rows), row_offset, wait_sec)
 
-        ``rows``: layer_idx → ``[num_tokens, hidden_dim]`` in one of DTYPE_NAMES, on any device, outside autograd; a
-        chunk has at most format.header.MAX_LAYERS, further ones are left out. ``ids``: all token ids. A chunk
-        recovered from disk counts as new the first time it is stored in this process, though nothing is copied.
-        ``wait_sec``: how long to wait for room; None: the setting's time.
+    def store_from(
+        self,
+        refs: Sequence[ChunkRef],
+        ids: bytes,
+        source: RowSource,
+        row_offset: int,
+        wait_sec: float | None = None,
+    ) -> Stored:
+        """Keep layers of the chunks that start at or after token ``row_offset``, where the rows begin.
+
+        ``ids``: all token ids. A chunk recovered from disk counts as new the first time it is stored in this process,
+        though nothing is copied. ``wait_sec``: how long to wait for room; None: the setting's time.
         """
         core, state = self._core, self._core.state
         began = time.monotonic()
         deadline = began + (core.config.store_wait_ms / 1000 if wait_sec is None else wait_sec)
-        layer_idxs = rows.keys()
-        if len(rows) > MAX_LAYERS:
-            rows = dict(itertools.islice(rows.items(), MAX_LAYERS))
+        layer_idxs = [spec.layer_idx for spec in source.specs]
+        specs = source.specs[:MAX_LAYERS]
         if row_offset:
             refs = [ref for ref in refs if ref.start >= row_offset]
-        specs = [LayerSpec(idx, DTYPE_NAMES[tensor.dtype], tensor.shape[1]) for idx, tensor in rows.items()]
         self._headers.ensure_read(refs, deadline - time.monotonic())
         answers = core.presence([ref.kv_key for ref in refs], True)
         with core.lock:
@@ -88,7 +134,7 @@ class Store:
                             state.tally.loss("no_room", len(missing) - done)
                             break
                     batch = missing[done : done + len(placed)]
-                    self._copy(batch, placed, rows, row_offset)
+                    self._copy(batch, placed, source, specs, row_offset)
                     stored += self._publish(plan, batch, placed, ids, done)
                     done += len(placed)
             finally:
@@ -135,27 +181,25 @@ class Store:
         self,
         batch: Sequence[MissingLayers],
         placed: Sequence[Mapping[int, Slot]],
-        rows: Mapping[int, torch.Tensor],
+        source: RowSource,
+        specs: Sequence[LayerSpec],
         offset: int,
     ) -> None:
+        moves = {
+            spec.layer_idx: [
+                (one.ref.start - offset, one.ref.num_tokens, slots[spec.layer_idx])
+                for one, slots in zip(batch, placed, strict=True)
+                if spec.layer_idx in slots
+            ]
+            for spec in specs
+        }
         try:
-            for layer_idx, tensor in rows.items():
-                moves = [
-                    (one.ref.start - offset, one.ref.num_tokens, slots[layer_idx])
-                    for one, slots in zip(batch, placed, strict=True)
-                    if layer_idx in slots
-                ]
-                self._copier.copy_in(tensor, moves)
-            self._await_copies(rows)
+            source.copy_in(moves)
         except BaseException:
-            self._await_copies(rows)  # if that fails too, the slots stay taken: something may still write them
+            source.settle()  # if that fails too, the slots stay taken: something may still write them
             with self._core.lock:
                 storing.abort_store(self._core.state, placed)
             raise
-
-    def _await_copies(self, rows: Mapping[int, torch.Tensor]) -> None:
-        for device in {tensor.device for tensor in rows.values()}:
-            self._copier.synchronize(device)
 
     def _publish(
         self,

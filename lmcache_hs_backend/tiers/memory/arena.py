@@ -1,4 +1,4 @@
-"""The memory of the hot tier: one anonymous mapping, seen as bytes for I/O and as rows for copies.
+"""The memory of the hot tier: one mapping, seen as bytes for I/O and as rows for copies.
 
 Which of its bytes are free is ``state.slots``' business; this module does no bookkeeping and no I/O. The mapping is
 never unmapped by hand: whatever may still touch it (an I/O thread, a caller's tensor) holds a reference to it, so
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -17,8 +18,12 @@ from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
 
+#: Maps so many bytes.
+MapMemory = Callable[[int], memoryview]
+
 HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,15 +48,29 @@ def map_memory(nbytes: int, *, huge: bool = True) -> memoryview:
     return memoryview(mapping)[first : first + nbytes]
 
 
+def populate(memory: torch.Tensor) -> bool:
+    """Have the kernel provide memory for writing, in one call instead of a fault for each page.
+
+    It begins at a page. Contents stay; the GIL is released. False when the kernel (before Linux 5.14) cannot do it.
+    """
+    return _madvise(memory, _MADV_POPULATE_WRITE)
+
+
+def _madvise(memory: torch.Tensor, advice: int) -> bool:
+    address, nbytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    return not _libc.madvise(address, nbytes, advice)
+
+
 class Arena:
     """``capacity`` bytes (a multiple of 4096) of virtual memory; pages are touched when rows come."""
 
-    def __init__(self, capacity: int) -> None:
-        """Raises OSError, ValueError or OverflowError when so many bytes cannot be mapped."""
+    def __init__(self, capacity: int, map_bytes: MapMemory = map_memory) -> None:
+        """``map_bytes``: where the memory comes from. Raises what it raises when so many bytes cannot be mapped."""
+        self._is_shared = map_bytes is not map_memory
         self.capacity = capacity
         self.pinned = False
         self.touched_bytes = 0  # from the start on; see touch
-        self._view = map_memory(capacity)
+        self._view = map_bytes(capacity)
         with torch.inference_mode(False):  # a store that is opened, or first used, within it shall not be bound to it
             self._base = torch.frombuffer(self._view, dtype=torch.uint8)
         self._typed: dict[str, torch.Tensor] = {}
@@ -88,9 +107,11 @@ class Arena:
         end = min(self.touched_bytes + nbytes, base.numel())
         if self.pinned or end <= self.touched_bytes:
             return False
-        address = base.data_ptr() + self.touched_bytes
-        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(end - self.touched_bytes), _MADV_POPULATE_WRITE):
+        memory = base[self.touched_bytes : end]
+        if not populate(memory):
             return False
+        if self._is_shared:  # for that the kernel gives small pages: each process that maps them has a fault for each
+            _madvise(memory, _MADV_COLLAPSE)
         self.touched_bytes = end
         return True
 

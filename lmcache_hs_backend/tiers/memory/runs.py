@@ -18,12 +18,16 @@ from lmcache_hs_backend.tiers.memory.copies import CopyPair
 Move = tuple[int, int, tuple[int, int, LayerSpec]]
 
 
-def copy_pairs(arena: Arena, rows: torch.Tensor, moves: Sequence[Move]) -> list[CopyPair]:
-    """Pairs of equal shape: rows of the tensor, and the memory of one or more slots."""
+#: Rows of one layer that lie side by side both in the tensor and in memory: the first row, how many, and the offset.
+Run = tuple[int, int, int, LayerSpec]
+
+
+def runs_of(moves: Sequence[Move]) -> list[Run]:
+    """The same rows in as few pieces as possible."""
     if len(moves) == 1:
         first_row, num_tokens, slot = moves[0]
-        return [_pair(arena, rows, first_row, num_tokens, slot[0], slot[2])]
-    pairs: list[CopyPair] = []
+        return [(first_row, num_tokens, slot[0], slot[2])]
+    runs: list[Run] = []
     spec: LayerSpec | None = None
     # The run so far; ``end`` is where its next slot would begin.
     row = tokens = offset = end = row_bytes = 0
@@ -33,15 +37,21 @@ def copy_pairs(arena: Arena, rows: torch.Tensor, moves: Sequence[Move]) -> list[
             tokens += num_tokens
         else:
             if spec is not None:
-                pairs.append(_pair(arena, rows, row, tokens, offset, spec))
+                runs.append((row, tokens, offset, spec))
             row, tokens, offset, spec = first_row, num_tokens, begin, its_spec
             row_bytes = spec.nbytes(1)
         end = begin + nbytes if nbytes == num_tokens * row_bytes else -1  # padding ends a run
     if spec is not None:
-        pairs.append(_pair(arena, rows, row, tokens, offset, spec))
-    return pairs
+        runs.append((row, tokens, offset, spec))
+    return runs
 
 
-def _pair(arena: Arena, rows: torch.Tensor, row: int, tokens: int, offset: int, spec: LayerSpec) -> CopyPair:
-    part = rows if tokens == rows.shape[0] else rows[row : row + tokens]
-    return part, arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype)
+def copy_pairs(arena: Arena, rows: torch.Tensor, moves: Sequence[Move]) -> list[CopyPair]:
+    """Pairs of equal shape: rows of the tensor, and the memory of one or more slots."""
+    return [
+        (
+            rows if tokens == rows.shape[0] else rows[row : row + tokens],
+            arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype),
+        )
+        for row, tokens, offset, spec in runs_of(moves)
+    ]
