@@ -85,6 +85,25 @@ def test_layers_offsets_coverage_and_counts(shared_server: MpServer) -> None:
     client.close()
 
 
+def test_chunks_by_their_keys(shared_server: MpServer) -> None:
+    """The rest of upstream's interface; keys come from the server, which names chunks as it names their KV."""
+    client = shared_server.client(model="org/keys")
+    tokens, rows = tokens_of(2.5, 25), rows_of(int(2.5 * CHUNK), 26)
+    assert (client.num_cached_chunks(), client.has_chunk("no@such@key")) == (0, False)
+    assert client.store_hidden_states(tokens, rows, layer_idx=3) == 2
+    chunks = client.chunks(tokens)
+    assert [(start, end) for start, end, _ in chunks] == [(0, CHUNK), (CHUNK, 2 * CHUNK)]
+    assert [key.split("@")[0] for _, _, key in chunks] == ["org/keys"] * 2
+    assert client.chunks(tokens, cache_salt="alice") != chunks
+    (_, _, first), (_, _, second) = chunks
+    assert (client.has_chunk(first, 3), client.has_chunk(first), client.num_cached_chunks()) == (True, False, 2)
+    assert client.drop_key(second)
+    assert not client.drop_key(second)
+    assert (client.has_chunk(second, 3), client.num_cached_chunks(), client.coverage(tokens, [3])) == (False, 1, CHUNK)
+    assert client.clear() == 1
+    client.close()
+
+
 def test_salted_prompts_are_kept_apart(shared_server: MpServer) -> None:
     client = shared_server.client()
     tokens, rows = tokens_of(2, 30), rows_of(2 * CHUNK, 31)
@@ -162,6 +181,8 @@ WRONG: dict[str, Any] = {
     "token ids that are text": lambda client: client.retrieve_hidden_states(["a"] * CHUNK),
     "token ids below 0": lambda client: client.retrieve_hidden_states([-1] * CHUNK),
     "a layer that is no int": lambda client: client.retrieve_hidden_states([1] * CHUNK, layer_idx="0"),
+    "a key that is no text": lambda client: client.has_chunk(7),
+    "no key": lambda client: client.drop_key(""),
     "a dtype that is no float": lambda client: client.retrieve_layers([1] * CHUNK, [0], torch.int8),
 }
 
@@ -464,6 +485,9 @@ def test_a_client_may_be_there_before_its_server(tmp_path: Path) -> None:
     tokens, rows = tokens_of(2, 520), rows_of(2 * CHUNK, 521)
     assert client.retrieve_hidden_states(tokens) is None
     assert client.store_hidden_states(tokens, rows) == 0
+    assert (client.chunks(tokens), client.num_cached_chunks(), client.has_chunk("k"), client.drop_key("k")) == (
+        [], 0, False, False,
+    )  # fmt: skip
     with server:
         assert client.store_hidden_states(tokens, rows) == 2
         assert is_served(client, tokens, rows)

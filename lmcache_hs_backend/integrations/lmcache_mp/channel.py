@@ -105,7 +105,7 @@ class Channel:
         """
         watched = self._socket.dup()
         self._watched = watched
-        self._end = weakref.finalize(self, _shut_down, watched)  # ends the thread if nobody has closed this
+        self._end = weakref.finalize(self, _shut_down, watched)  # ends the thread of a channel that was never closed
         self._end.atexit = False
         arguments = watched, weakref.ref(self), on_end
         try:

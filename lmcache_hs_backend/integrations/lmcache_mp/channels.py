@@ -82,6 +82,7 @@ class Channels:
             return reply
 
     def close(self) -> None:
+        """End the connections that are idle. The others end with their call."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -98,7 +99,7 @@ class Channels:
                 return self._idle.pop(), False
             if time.monotonic() < self._again_at:
                 raise UnavailableError
-            if self._hung:  # whoever comes next in the meantime does not wait
+            if self._hung:  # calls in the meantime do not wait
                 self._again_at = time.monotonic() + _AGAIN_SEC
                 deadline = min(deadline, time.monotonic() + _HELLO_AGAIN_SEC)
         try:

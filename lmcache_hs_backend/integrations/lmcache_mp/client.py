@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -116,6 +117,30 @@ class HiddenStateClient:
         """
         return self.retrieve_layers(token_ids, [layer_idx], cache_salt=cache_salt).get(layer_idx)
 
+    def num_cached_chunks(self) -> int:
+        """Chunks in either tier; 0 when the server is not there."""
+        reply = self._ask(wire.LengthCall())
+        return 0 if reply is None else reply.count
+
+    def has_chunk(self, key: Any, layer_idx: int = 0) -> bool:
+        """Whether either tier holds the layer of a chunk; False when the server is not there.
+
+        Args:
+            key: As ``chunks`` returns it, or an object whose ``to_string`` does.
+            layer_idx: The layer.
+        """
+        reply = self._ask(wire.HasCall(key=_key_text(key), layer_idx=_layer_idx(layer_idx)))
+        return reply is not None and reply.count > 0
+
+    def drop_key(self, key: Any) -> bool:
+        """Delete a chunk, with all its layers, from both tiers. Returns whether it was there.
+
+        Args:
+            key: As in ``has_chunk``.
+        """
+        reply = self._ask(wire.DropCall(key=_key_text(key)))
+        return reply is not None and reply.count > 0
+
     # -- and beyond it -----------------------------------------------------------------------------------
 
     def store_layers(
@@ -184,6 +209,19 @@ class HiddenStateClient:
         reply = self._ask(wire.CoverageCall(ids=ids, layer_idxs=wanted, salt=cache_salt))
         return 0 if reply is None else reply.count
 
+    def chunk_size(self) -> int:
+        """Tokens of a chunk, as LMCache's server cuts prompts; 0 when the server is not there."""
+        reply = self._ask(wire.LengthCall())
+        return 0 if reply is None else reply.chunk_size
+
+    def chunks(self, token_ids: TokenIds, *, cache_salt: str = "") -> list[tuple[int, int, str]]:
+        """The whole chunks of a prompt as ``(start, end, key)``, as LMCache's ``process_tokens`` gives them in process.
+
+        The server cuts and names them like the KV that it keeps. Empty when it is not there.
+        """
+        reply = self._ask(wire.ChunksCall(ids=token_bytes(token_ids), salt=cache_salt))
+        return [] if reply is None else reply.chunks
+
     def prefetch(self, token_ids: TokenIds, layer_idxs: Sequence[int] | None = None, *, cache_salt: str = "") -> None:
         """Bring what is on disk of a prompt into RAM, in the background; None: all layers."""
         wanted = None if layer_idxs is None else list(map(_layer_idx, layer_idxs))
@@ -234,3 +272,10 @@ def _layer_idx(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise ValueError(f"layer_idx must be an int of at most 64 bits, got {value!r}")
     return value
+
+
+def _key_text(key: Any) -> str:
+    text = key.to_string() if hasattr(key, "to_string") else key
+    if not isinstance(text, str) or not 0 < len(text) <= wire.MAX_NAME:
+        raise ValueError(f"a chunk's key must be a string, as chunks() returns it, got {key!r}")
+    return text

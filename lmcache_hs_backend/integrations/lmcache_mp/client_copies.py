@@ -1,7 +1,7 @@
-"""The server's part of copies that a client makes: the server says where rows are in the hot tier, the client copies.
+"""The server's part of copies that a client makes: the server names places in the hot tier, the client copies.
 
-For a store it reserves slots as for any store, and publishes the chunks when the client says that the rows are there.
-For a retrieve it pins the slots until the client says that it has the rows.
+For a store it reserves slots as for any store, and publishes the chunks when the client reports that the rows are
+there. For a retrieve it pins the slots until the client reports that it has the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ClientCopies:
         answer, fds = wire.receive_call(self._connection)
         wire.close_all(fds)
         if not isinstance(answer, wire.Copied):
-            raise wire.BrokenMessage("something else was said while a client copies")
+            raise wire.BrokenMessage("another message came while a client copies")
 
     def await_end(self) -> None:
         """Wait until the client's end of the connection is gone. Raises when it is this side that has ended it."""
@@ -53,7 +53,7 @@ class ClientCopies:
 class ClientRows:
     """Rows that a client is about to store: a ``RowSource``.
 
-    Slots that a client was given are its own until it says that it is done, or its end of the connection is gone: as
+    Slots that a client was given are its own until it reports that it is done, or its end of the connection is gone: as
     long as it may write into them they are used for nothing else, however slow it is.
     """
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from lmcache_hs_backend.chunk import chunk_name
 from lmcache_hs_backend.config import GIB, ServerConfig
 from lmcache_hs_backend.integrations.lmcache_mp import wire
 from lmcache_hs_backend.integrations.lmcache_mp.client_copies import ClientCopies, ClientRows
@@ -74,7 +75,7 @@ class Connections:
                 if welcome:
                     self._open.add(connection)
             if not welcome:
-                logger.warning("a client is turned away: of another user, or one of too many")
+                logger.warning("a client is refused: it runs as another user, or there are too many")
                 connection.close()
                 continue
             try:
@@ -87,7 +88,7 @@ class Connections:
         session = Session(self._spaces, connection, int(self._config.client_memory * GIB), lambda: self._closed)
         try:
             session.run()
-        except OSError as error:  # the client is gone, or speaks another language
+        except OSError as error:  # the client is gone, or uses another protocol
             logger.debug("a client has left: %s", error)
         except Exception:
             logger.exception("a client's connection is closed")
@@ -176,6 +177,15 @@ class Session:
         if isinstance(call, wire.PrefetchCall):
             tiers.prefetch(space.refs(call.ids, call.salt), call.layer_idxs)
             return wire.WireReply()
+        if isinstance(call, wire.ChunksCall):
+            chunks = [(ref.start, ref.end, ref.key) for ref in space.refs(call.ids, call.salt)]
+            return wire.WireReply(chunks=chunks)
+        if isinstance(call, wire.HasCall):
+            return wire.WireReply(count=any(tiers.has(chunk_name(call.key), call.layer_idx)))
+        if isinstance(call, wire.DropCall):
+            return wire.WireReply(count=tiers.drop([chunk_name(call.key)]))
+        if isinstance(call, wire.LengthCall):
+            return wire.WireReply(count=len(tiers), chunk_size=space.ident.chunk_size)
         if isinstance(call, wire.FlushCall):
             return wire.WireReply(count=tiers.flush(call.timeout))
         if isinstance(call, wire.ClearCall):

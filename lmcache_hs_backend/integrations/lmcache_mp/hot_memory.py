@@ -1,6 +1,6 @@
 """The hot tier in a client: it maps the server's memory, and copies its own rows in and results out.
 
-The server says which slots: for a store ones that nothing else uses, for a retrieve ones that it has pinned. A client
+The server names the slots: for a store ones that nothing else uses, for a retrieve ones that it has pinned. A client
 touches no others.
 """
 

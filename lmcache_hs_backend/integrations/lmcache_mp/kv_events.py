@@ -80,7 +80,7 @@ class _L2Events(L2AdapterListener):  # type: ignore[misc]
 
 
 class KvEvents:
-    """Follows the KV of a storage manager, and tells ``on_gone`` of chunks as (model, hash, salt)."""
+    """Follows the KV of a storage manager, and reports to ``on_gone`` chunks as (model, hash, salt)."""
 
     def __init__(self, storage_manager: Any, on_gone: Callable[[Iterable[tuple[str, bytes, str]]], object]) -> None:
         self._storage_manager = storage_manager
@@ -98,7 +98,7 @@ class KvEvents:
             logger.warning("this LMCache shows no L1 manager: hidden states stay when their KV is gone")
 
     def close(self) -> None:
-        """Follow no more. LMCache keeps the listeners; what they say goes nowhere."""
+        """Follow no more. LMCache keeps the listeners; their events are ignored."""
         self._events.put(None)
         self._thread.join(1.0)
 

@@ -34,6 +34,6 @@ def l1_managers(storage_manager: Any) -> list[Any]:
 
 
 def l2_adapters(storage_manager: Any) -> int:
-    """How many L2 adapters there are; 1 if that cannot be told, which keeps rows whose KV one may hold."""
+    """How many L2 adapters there are; 1 if that is not known, which keeps rows whose KV one may hold."""
     adapters = getattr(storage_manager, "_l2_adapters", None)
     return 1 if adapters is None else len(adapters)

@@ -1,7 +1,7 @@
 """Memory that a client and the server both map: sealed, without a name, gone with its last user.
 
 A segment is a memfd, so nothing is left in /dev/shm when a process is killed, and a container's limit on /dev/shm does
-not apply. It is sealed against shrinking: a peer that cut it would otherwise crash whoever touches it next.
+not apply. It is sealed against shrinking, because memory that was cut crashes the process that touches it next.
 
 What costs is the first touch of a page, in each process that maps it: memory is populated in large pieces, and begins
 where a huge page does.

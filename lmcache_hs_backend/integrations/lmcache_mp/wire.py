@@ -1,13 +1,13 @@
-"""What clients and the server say to each other: messages, checked as they are decoded, over a Unix socket.
+"""The messages between clients and the server: checked as they are decoded, over a Unix socket.
 
 A message is its length (4 bytes, little-endian) and a msgpack body; file descriptors of shared memory travel with it.
-Rows never do: they are in shared memory, and messages say where. Whatever
+Rows never do: they are in shared memory, and messages name their places. Whatever
 comes in has been checked for types and limits when ``receive`` returns it; whether a place lies within its memory, the
 owner of the memory checks.
 
 A call has one reply, with two exceptions. To a store, the server replies with ``copies`` first, whenever it has slots
-for a part of the rows: the client copies those, says ``Copied``, and waits on. To a retrieve of rows that are all in
-RAM it replies with ``copies`` too; the client copies, says ``Copied``, and that is the end of it.
+for a part of the rows: the client copies those, sends ``Copied``, and waits for the next reply. To a retrieve of rows
+that are all in RAM it replies with ``copies`` too; the client copies, and the call ends with ``Copied``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _LayerIdx = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _LayerIdxs = Annotated[list[_LayerIdx], msgspec.Meta(max_length=1024)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
 _HiddenDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+MAX_NAME = 1024
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Salt = Annotated[str, msgspec.Meta(max_length=128)]
 _Ids = Annotated[bytes, msgspec.Meta(max_length=8 << 24)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
@@ -114,6 +115,8 @@ class Copied(Call, tag="copied", kw_only=True):
 
 
 class RetrieveCall(Call, tag="retrieve", kw_only=True):
+    """Its reply are places or copies. ``dtype``: of the result; None: as the rows are kept."""
+
     ids: _Ids
     layer_idxs: _LayerIdxs
     dtype: _Name | None
@@ -121,31 +124,73 @@ class RetrieveCall(Call, tag="retrieve", kw_only=True):
 
 
 class CoverageCall(Call, tag="coverage", kw_only=True):
+    """Its reply is a token position."""
+
     ids: _Ids
     layer_idxs: _LayerIdxs
     salt: _Salt = ""
 
 
 class PrefetchCall(Call, tag="prefetch", kw_only=True):
+    """Its reply is empty. ``layer_idxs``: None stands for all."""
+
     ids: _Ids
     layer_idxs: _LayerIdxs | None
     salt: _Salt = ""
 
 
+class ChunksCall(Call, tag="chunks", kw_only=True):
+    """Its reply are the chunks of a prompt."""
+
+    ids: _Ids
+    salt: _Salt = ""
+
+
+class HasCall(Call, tag="has", kw_only=True):
+    """Its reply is 1 if a tier holds the layer of a chunk."""
+
+    key: _Name
+    layer_idx: _LayerIdx
+
+
+class DropCall(Call, tag="drop", kw_only=True):
+    """Its reply is 1 if the chunk was there."""
+
+    key: _Name
+
+
+class LengthCall(Call, tag="length", kw_only=True):
+    """Its reply is how many chunks there are, and as ``chunk_size`` how many tokens each has."""
+
+
 class FlushCall(Call, tag="flush", kw_only=True):
+    """Its reply is how many chunks still are dirty after ``timeout`` seconds at most."""
+
     timeout: _Seconds
 
 
 class ClearCall(Call, tag="clear", kw_only=True):
-    pass
+    """Its reply is how many chunks there were."""
 
 
 class StatsCall(Call, tag="stats", kw_only=True):
-    pass
+    """Its reply are the figures of the store."""
 
 
 AnyCall = (
-    HelloCall | StoreCall | Copied | RetrieveCall | CoverageCall | PrefetchCall | FlushCall | ClearCall | StatsCall
+    HelloCall
+    | StoreCall
+    | Copied
+    | RetrieveCall
+    | CoverageCall
+    | PrefetchCall
+    | ChunksCall
+    | HasCall
+    | DropCall
+    | LengthCall
+    | FlushCall
+    | ClearCall
+    | StatsCall
 )
 
 
@@ -159,8 +204,10 @@ class WireReply(msgspec.Struct, kw_only=True):
     """
 
     count: int = 0
+    chunk_size: int = 0
     copies: list[HotRun] = []
     rows: _Places = []
+    chunks: list[tuple[_Count, _Count, _Name]] = []
     figures: dict[str, int | float | str | bool] = {}
     segments: Annotated[list[_Bytes], msgspec.Meta(max_length=_MAX_FDS)] = []
     error: str = ""

@@ -34,6 +34,7 @@ class KeyInputs(NamedTuple):
 
     configs: dict[str, Any] | None  # the ``lmcache.…`` parameters of the request
     first_image: int | None  # the position of its first image placeholder
+    cache_salt: str = ""  # vLLM's own, which LMCache's MP server puts into keys
 
 
 class RequestFile(NamedTuple):

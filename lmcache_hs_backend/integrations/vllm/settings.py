@@ -7,12 +7,15 @@ They stand in ``kv_connector_extra_config``. Parsing, limits and the text of err
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_hs_backend.config import (
     GIB,
+    OFF,
+    ConfigError,
     TieredConfig,
     boolean,
     choice_of,
@@ -34,6 +37,14 @@ def _paths(value: Any) -> tuple[str, ...]:
         raise ValueError("a directory or a list of directories") from None
 
 
+def _server_url(value: Any) -> str:
+    if value is None or value is False or str(value).strip().lower() in ("", OFF):
+        return OFF
+    if not re.fullmatch(r"(tcp|grpc)://[^/:]+:\d{1,5}", str(value)):
+        raise ValueError("off, or the address of lmcache server on this machine as tcp://127.0.0.1:5555")
+    return str(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings(TieredConfig):
     """TieredConfig, with rows written back at once to files that must be there, and what only the connector needs."""
@@ -42,6 +53,9 @@ class ConnectorSettings(TieredConfig):
     write_back_sec: float = setting(0.0, number(0), "seconds after which a dirty chunk is written anyway")
     chunk_size: int = setting(256, number(16, 65536, integer=True), "tokens of a chunk")
     hot_size: float = setting(2.0, number(0, above=True), "GB of the hot tier")
+    mp_server_url: str = setting(
+        OFF, _server_url, "LMCache's MP server, when KV goes there: its store takes the rows. off or tcp://host:port"
+    )
     emit: str = setting(
         "tiers", choice_of("tiers", "files", "both"), "where rows go: chunks, one file per request, or both"
     )
@@ -59,6 +73,11 @@ class ConnectorSettings(TieredConfig):
     def hot_bytes(self) -> int:
         """``hot_size`` in bytes."""
         return int(self.hot_size * GIB)
+
+    @property
+    def to_server(self) -> bool:
+        """Whether rows go to the store of LMCache's MP server."""
+        return self.mp_server_url != OFF
 
     @property
     def to_tiers(self) -> bool:
@@ -81,6 +100,11 @@ class ConnectorSettings(TieredConfig):
         """Raises ConfigError, which names the key, the value and what is allowed."""
         settings = cls.from_mapping(extra_config or {}, label)
         assert isinstance(settings, cls)  # from_mapping builds the class that it is called on
+        if settings.to_server and settings.emit != "tiers":
+            raise ConfigError(
+                f"{label('emit')} is {settings.emit!r}, but must be 'tiers' with {label('mp_server_url')}: files are "
+                "written from tiers of the connector's own"
+            )
         return settings
 
 

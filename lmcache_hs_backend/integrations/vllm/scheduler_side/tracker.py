@@ -309,6 +309,7 @@ def _key_inputs(request: Any) -> KeyInputs | None:
     params = request.kv_transfer_params or {}
     configs = {key: value for key, value in params.items() if isinstance(key, str) and key.startswith("lmcache.")}
     images = images_of(request.mm_features)
-    if not configs and not images:
+    salt = getattr(request, "cache_salt", None) or ""
+    if not configs and not images and not salt:
         return None
-    return KeyInputs(configs or None, min((image.start for image in images), default=None))
+    return KeyInputs(configs or None, min((image.start for image in images), default=None), salt)

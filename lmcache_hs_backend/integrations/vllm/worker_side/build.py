@@ -20,6 +20,7 @@ from lmcache_hs_backend.integrations.vllm.vllm_api import VLLM_VERSION, VllmConf
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache
 from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks, find_store
 from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.worker_side.server_sink import ServerChunks, ServerSink, open_server
 from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel, CaptureSink
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 
@@ -35,14 +36,20 @@ def build_worker(
         ConfigError: Settings do not go together, or the cold path cannot be used.
     """
     cache = HiddenStatesCache(caches)
-    sink, engine, files = None, None, None
-    if settings.to_tiers:
+    sink: CaptureSink | ServerSink | None = None
+    engine: EngineChunks | ServerChunks | None = None
+    files = None
+    places = []
+    if settings.to_server:
+        sink, engine = open_server(settings, _model(vllm_config, settings, key_format, cache))
+        places = [f"the store of LMCache's server at {settings.mp_server_url}"]
+    elif settings.to_tiers:
         sink, engine = _sink(settings, _model(vllm_config, settings, key_format, cache))
+        places = [f"chunks in {sink.store.directory}"]
     if settings.to_files:
         files = RequestFiles(settings.save_roots, settings.num_writer_threads, lock=settings.use_synchronization_lock)
     made = Worker(cache, sink, files, engine, settings.store_wait_ms / 1000)
     atexit.register(_close, weakref.ref(made))  # vLLM's engine in this process ends without a word
-    places = [f"chunks in {sink.store.directory}"] if sink else []
     places += [f"files in {settings.shared_storage_path}"] if files else []
     for problem in doubtful_layers(_layer_ids(vllm_config), vllm_config.model_config.get_total_num_hidden_layers()):
         logger.warning("%s", problem)

@@ -23,6 +23,7 @@ from lmcache_hs_backend.integrations.vllm.protocol import Finish, ReadyChunk, Re
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache, HostRows
 from lmcache_hs_backend.integrations.vllm.worker_side.lmcache_engine import EngineChunks
 from lmcache_hs_backend.integrations.vllm.worker_side.request_files import RequestFiles
+from lmcache_hs_backend.integrations.vllm.worker_side.server_sink import ServerChunks, ServerSink
 from lmcache_hs_backend.integrations.vllm.worker_side.sink import CaptureSink
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,9 @@ class Worker:
     def __init__(
         self,
         cache: HiddenStatesCache,
-        sink: CaptureSink | None,
+        sink: CaptureSink | ServerSink | None,
         files: RequestFiles | None,
-        engine: EngineChunks | None = None,
+        engine: EngineChunks | ServerChunks | None = None,
         wait_sec: float = 0.5,
     ) -> None:
         """Set up, without starting anything.
@@ -48,7 +49,7 @@ class Worker:
             cache: vLLM's cache of hidden states.
             sink: Where chunks go; None with ``emit: files``.
             files: Where one file per request goes; None with ``emit: tiers``.
-            engine: Set when the sink's store is an LMCache engine's; gives chunks their names there.
+            engine: Set when the sink's store is that of an LMCache engine or server; gives chunks their names there.
             wait_sec: How long one call of vLLM's may wait for room and for locks (``store_wait_ms``).
         """
         self.sink = sink
