@@ -9,7 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("lmcache")
-pytest.importorskip("lmcache_hs_backend.integrations.vllm.worker_side.server_sink")
 
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.namespace import NamespaceId
@@ -17,7 +16,8 @@ from lmcache_hs_backend.integrations.vllm.protocol import Finish, KeyInputs, Rea
 from lmcache_hs_backend.integrations.vllm.scheduler_side.sequence import ChunkedSequence
 from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HiddenStatesCache
-from lmcache_hs_backend.integrations.vllm.worker_side.server_sink import ServerChunks, ServerSink
+from lmcache_hs_backend.integrations.vllm.worker_side.server_sink import ServerChunks, ServerSink, open_server
+from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel
 from lmcache_hs_backend.integrations.vllm.worker_side.worker import Worker
 from tests.support.mp_server import CHUNK, MODEL, MpServer
 from tests.support.waiting import wait_until
@@ -44,12 +44,12 @@ class Engine:
             ReadyChunk("r", ref, data, blocks[n * PER_CHUNK : (n + 1) * PER_CHUNK])
             for n, (ref, data) in enumerate(sequence.close(ids, len(ids)))
         ]
-        for step in (ready[:1], ready[1:-1]):
-            self.worker.wrote_hidden_states()
-            named = {} if inputs is None or (step is not ready[:1] and step != ready[:1]) else {"r": inputs}
-            self.worker.after_step(
-                Step(tokens=len(ids), ready=step, written=[(block, True) for block in blocks], named=named)
-            )
+        written = [(block, True) for block in blocks]
+        named = {} if inputs is None else {"r": inputs}
+        self.worker.wrote_hidden_states()
+        self.worker.after_step(Step(tokens=len(ids), ready=ready[:1], written=written, named=named))
+        self.worker.wrote_hidden_states()
+        self.worker.after_step(Step(tokens=len(ids), ready=ready[1:-1], written=written))
         self.worker.finish(Finish("r", ready[-1:], sequence.refs, None, None))
         wait_until(lambda: self.sink.idle, 60)
 
@@ -106,8 +106,8 @@ def test_settings_that_do_not_go_together_are_named(settings: dict[str, Any], wr
         ConnectorSettings.from_connector(settings)
 
 
-def test_the_servers_chunk_size_is_checked(shared_server: MpServer) -> None:
-    client = shared_server.client(model=MODEL, read_timeout_sec=60)
-    assert client.chunk_size() == CHUNK
-    client.close()
-    assert NamespaceId(model=MODEL, kv_dtype="bfloat16", chunk_size=CHUNK).chunk_size == CHUNK
+def test_a_chunk_size_that_is_not_the_servers_is_refused(shared_server: MpServer) -> None:
+    settings = ConnectorSettings.from_connector({"mp_server_url": shared_server.url, "chunk_size": 2 * CHUNK})
+    ident = NamespaceId(model=MODEL, kv_dtype="bfloat16", chunk_size=2 * CHUNK)
+    with pytest.raises(ConfigError, match=f"chunk_size.*must be {CHUNK}"):
+        open_server(settings, CapturedModel(ident, KEY_FORMAT, LAYERS, "{}", {}))

@@ -212,7 +212,7 @@ def test_lent_slots_are_used_for_nothing_else_until_the_client_is_gone(shared_se
     for seed, prompt in prompts.items():
         assert other.store_hidden_states(prompt, rows[seed]) == 4
     assert other.clear() == 40  # what is lent is not there yet, and stays lent
-    assert other.stats()["hot_bytes"] == lent
+    wait_until(lambda: other.stats()["hot_bytes"] == lent)  # a write that has begun keeps its slots until it is over
     for seed, prompt in prompts.items():
         assert other.store_hidden_states(prompt, rows[seed]) == 4
     slow.hot.copy_in({0: torch.full((4 * 256, 16), -1.0).bfloat16()}, copies)  # at last

@@ -145,9 +145,9 @@ class Channels:
 
     def after_fork(self) -> None:
         """In a forked child: the connections are the parent's."""
-        self._lock, self._idle, self._memory = threading.Lock(), [], BufferPool(_IDLE_BYTES)
-        for channel in self._all:
+        for channel in list(self._all):  # before the last reference to one goes, which would end it for both
             channel.abandon()
+        self._lock, self._idle, self._memory = threading.Lock(), [], BufferPool(_IDLE_BYTES)
         self._all.clear()
 
     def _lost(self, error: Exception, *, hung: bool) -> None:

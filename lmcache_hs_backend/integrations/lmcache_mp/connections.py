@@ -181,7 +181,7 @@ class Session:
             chunks = [(ref.start, ref.end, ref.key) for ref in space.refs(call.ids, call.salt)]
             return wire.WireReply(chunks=chunks)
         if isinstance(call, wire.HasCall):
-            return wire.WireReply(count=any(tiers.has(chunk_name(call.key), call.layer_idx)))
+            return wire.WireReply(count=int(any(tiers.has(chunk_name(call.key), call.layer_idx))))
         if isinstance(call, wire.DropCall):
             return wire.WireReply(count=tiers.drop([chunk_name(call.key)]))
         if isinstance(call, wire.LengthCall):
