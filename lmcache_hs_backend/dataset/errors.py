@@ -19,6 +19,13 @@ class RowRejected(Exception):
         self.reason = reason
 
 
+class Unreachable(RowRejected):
+    """A chunk of the row is in a bucket that does not answer, or refuses: the row may be read later."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("unreadable", detail)
+
+
 #: Why a row that was planned is not in the dataset.
 REASONS = {
     "gone": "a chunk of the row was deleted while the extraction ran",

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lmcache_hs_backend.dataset.chains import Sample
-from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected, Unreachable
 from lmcache_hs_backend.dataset.formats.base import TRAIN, VAL, Encoded, Entry, Format
 from lmcache_hs_backend.dataset.journal import STATE, Journal, Rejected
 from lmcache_hs_backend.dataset.masks import spans
@@ -213,6 +213,10 @@ class Extraction:
         split = VAL if at >= val_from else TRAIN
         try:
             encoded, runs = outcome()
+        except Unreachable as trouble:  # others after it could not be read either
+            raise DatasetError(
+                f"{trouble}; {progress.published} of {len(samples)} samples are whole, --resume goes on from there"
+            ) from None
         except RowRejected as rejected:
             self.journal.append(Rejected(sample.id, sample.tokens, rejected.reason, str(rejected)))
             progress.add(None, sample)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES, prefix_digests
@@ -22,6 +22,8 @@ from lmcache_hs_backend.format.layout import ARCHIVE, SEQUENCES, chunk_path
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath
 from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions, is_url
+
+_IDS_BYTES = 1 << 30
 
 
 class ChunkFile(NamedTuple):
@@ -98,6 +100,9 @@ class ChunkIndex:
         self.namespaces: list[dict[str, Any]] = []  # records of the namespaces that have chunks of the model
         self._records: list[str] = []  # files of request records of this model
         self._unlisted = ""  # why there may be more
+        # Token ids from URLs, where reading them again is a request each; of so many bytes.
+        self._ids: dict[tuple[bytes, int], bytes] = {}
+        self._ids_room = _IDS_BYTES
         self._layouts: dict[FileLayout, FileLayout] = {}
         self._spaces: dict[tuple[Any, ...], int] = {}
         self._captures: dict[str, str] = {}
@@ -116,7 +121,7 @@ class ChunkIndex:
             if where in seen:
                 continue
             seen.add(where)
-            for info in reader.chunks():
+            for info in self._chunks_of(reader):
                 label = model_label(info.namespace.record)
                 known.add(label)
                 if model is not None and not _chosen(model, label):
@@ -168,8 +173,20 @@ class ChunkIndex:
         self.problems, self.num_files, self.model = Counter(problems), num_files, model
         self.namespaces, self.chunks = namespaces, chunks
         self._captures = {text: text for text in captures}
-        self._records, self._unlisted = [], ""
+        self._records, self._unlisted, self._ids = [], "", {}
         return self
+
+    def check_urls(self) -> None:
+        """Raise DatasetError when the client for the index's URLs cannot be made here."""
+        if isinstance(self.files, UrlFiles):
+            for url in self.urls:
+                try:
+                    self.files.objects(url)
+                except ValueError as error:
+                    raise DatasetError(f"{url} cannot be read; it must be {error}") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ids": {}}  # they are wanted while samples are planned
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -196,7 +213,11 @@ class ChunkIndex:
 
     def ids(self, position: int) -> bytes | None:
         """The token ids of a chunk (int64 bytes), or None when no file of it can be read any more."""
-        for file in self.chunks[position].files:
+        chunk = self.chunks[position]
+        kept = self._ids.get((chunk.prefix, chunk.num_tokens))
+        if kept is not None:
+            return kept
+        for file in chunk.files:
             header = self.header(file)
             if header is not None:
                 return header.token_ids
@@ -215,6 +236,12 @@ class ChunkIndex:
 
     # -- building --------------------------------------------------------------------------------------
 
+    def _chunks_of(self, reader: ColdTierReader) -> Iterator[ChunkInfo]:
+        try:
+            yield from reader.chunks()
+        except OSError as error:
+            raise DatasetError(f"{reader.cold_path} cannot be listed to its end: {error.strerror}") from None
+
     def _find_records(self, reader: ColdTierReader, namespace: NamespaceDirectory) -> None:
         try:
             self._records += reader.source.records(namespace)
@@ -224,6 +251,8 @@ class ChunkIndex:
     def _add(self, info: ChunkInfo, found: dict[tuple[int, bytes, int], _Found]) -> None:
         header = info.header
         if header is None:
+            if is_url(info.file.path) and info.reason == "unreadable":  # a set without it would be cut for no reason
+                raise DatasetError(f"{info.file.path}: {info.problem}")
             self.problems[info.reason] += 1
             return
         record = info.namespace.record
@@ -235,6 +264,9 @@ class ChunkIndex:
         space = tuple(sorted((k, v) for k, v in record.items() if k not in ("worker_id", "world_size")))
         number = self._spaces.setdefault(space, len(self._spaces))
         layout = self._layouts.setdefault(header.layout, header.layout)
+        if is_url(info.file.path) and self._ids_room > 0 and (meta.prefix, meta.num_tokens) not in self._ids:
+            self._ids[meta.prefix, meta.num_tokens] = header.token_ids
+            self._ids_room -= len(header.token_ids)
         chunk.files.append(ChunkFile(info.namespace.root(info.state), info.file.name, layout))
         chunk.links.append((number, meta.chunk_hash, meta.parent))
         self.num_files += 1

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import LayerSpec
 from lmcache_hs_backend.dataset.chains import Sample, neighbours, share
-from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected, Unreachable
 from lmcache_hs_backend.dataset.export import Encoder, Outcome, Progress
 from lmcache_hs_backend.dataset.formats.base import Encoded
 from lmcache_hs_backend.dataset.index import ChunkFile, ChunkIndex, IndexedChunk
@@ -89,7 +89,7 @@ def write_index(out: str, index: ChunkIndex, samples: Sequence[Sample], stored_n
 
 
 def read_index(out: str, urls: UrlOptions | None) -> PlannedIndex:
-    """The index as it was filed. Raises DatasetError when there is none."""
+    """The index as it was filed; without ``urls`` none of it is to be read. Raises DatasetError when there is none."""
     path = os.path.join(out, STATE, _INDEX)
     try:
         with open(path, encoding="utf-8") as file:
@@ -114,6 +114,8 @@ def read_index(out: str, urls: UrlOptions | None) -> PlannedIndex:
         chunks, model=tables["model"], namespaces=tables["namespaces"], num_files=tables["num_files"],
         problems=tables["problems"], captures=captures, roots=tables["urls"], urls=urls,
     )  # fmt: skip
+    if urls is not None:
+        index.check_urls()
     return PlannedIndex(index, tables["stored_normed"])
 
 
@@ -192,6 +194,8 @@ class PartRun:
                     try:
                         encoded, runs = future.result()
                         line: list[Any] = [place, "ok", encoded.nbytes, encoded.checksum, runs, encoded.facts]
+                    except Unreachable as trouble:
+                        raise DatasetError(f"{trouble}; run the same part again to go on") from None
                     except RowRejected as rejected:
                         line = [place, "rejected", rejected.reason, str(rejected)]
                     log.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")

@@ -18,11 +18,12 @@ import xxhash
 from lmcache_hs_backend.chunk import TOKEN_BYTES, LayerSpec
 from lmcache_hs_backend.dataset.capture_info import Layers
 from lmcache_hs_backend.dataset.chains import Sample
-from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.errors import RowRejected, Unreachable
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.index import ChunkFile, ChunkIndex, IndexedChunk
 from lmcache_hs_backend.format.chunk_file import announce, read
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
+from lmcache_hs_backend.format.url_files import is_url
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
@@ -197,7 +198,8 @@ class RowReader:
                         break
                     layout = now.layout  # a running engine has added a layer to it meanwhile
                 except OSError as error:
-                    trouble = RowRejected("unreadable", f"{file.path}: {error.strerror}")
+                    detail = f"{file.path}: {error.strerror}"
+                    trouble = Unreachable(detail) if is_url(file.path) else RowRejected("unreadable", detail)
                     break
                 else:
                     for spec in specs:

@@ -103,7 +103,8 @@ class ColdTierReader:
     def chunks(self) -> Iterator[ChunkInfo]:
         """Every chunk, archived ones included, in the order of the directories, with token ids. Streams.
 
-        A directory that cannot be listed is passed over, with a warning in the log.
+        A directory that cannot be listed is passed over, with a warning in the log. Raises OSError when a bucket breaks
+        off its listing.
         """
         for namespace in self.namespaces:
             for state in STATES:
@@ -111,6 +112,8 @@ class ColdTierReader:
                     for folder in self.source.folders(namespace, state):
                         yield from read_files(self.files, folder, self.source.chunks(folder))
                 except OSError as error:
+                    if not self.source.is_local:
+                        raise
                     logger.warning("passed over in %s: %s", namespace.directory, error)
 
     def _why_not(self, cold_path: str) -> str:

@@ -35,7 +35,7 @@ DEFAULT_CACHE_GB = 10.0
 _TIMEOUT_SEC = 30.0
 _RETRIES = 3
 #: Requests that were announced and are not picked up yet; the oldest are forgotten.
-_MOST_ANNOUNCED = 512
+_MOST_ANNOUNCED = 128
 
 
 def is_url(path: str) -> bool:

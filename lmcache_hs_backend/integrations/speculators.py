@@ -24,7 +24,7 @@ from hs_connectors import FileTransfer, HiddenStatesBackend, HiddenStatesTransfe
 from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.cli.arguments import shared_options
 from lmcache_hs_backend.dataset.chains import Sample
-from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected
+from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected, Unreachable
 from lmcache_hs_backend.dataset.plan import DATASET, Choice, make_plan, plan_norm
 from lmcache_hs_backend.dataset.prepared import open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
@@ -111,6 +111,8 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             rows = self._reader.read(sample, stacked=True)
         except RowRejected as rejected:
             logger.warning("row %d: %s: %s", file_idx, rejected.reason, rejected)
+            if isinstance(rejected, Unreachable):  # the next epoch may find the bucket again
+                return None
             del self._samples[file_idx]  # generated again, it is found again
             return None
         assert rows.stacked is not None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lmcache_hs_backend import HiddenStateDataset
 from lmcache_hs_backend.cli.extract import main
-from lmcache_hs_backend.dataset.errors import RowRejected
+from lmcache_hs_backend.dataset.errors import RowRejected, Unreachable
 from lmcache_hs_backend.dataset.journal import STATE
 from lmcache_hs_backend.format.objects import Objects
 from tests.support.dataset_capture import AUX, LAST, Writer, ids_of, stacked_of
@@ -152,7 +152,7 @@ def test_a_dataset_reads_urls_in_spawned_workers_and_says_why_not_in_forked_ones
     loader: Any = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert {tuple(item["input_ids"].tolist()) for item in loader} == rows.keys()
     forked = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(RuntimeError, match="spawn or forkserver"):
+    with pytest.raises(Unreachable, match="spawn or forkserver"):
         next(iter(forked))
 
 
@@ -175,6 +175,33 @@ def test_an_object_that_was_deleted_rejects_its_samples_only(
         except RowRejected as rejected:
             outcomes.append(rejected.reason)
     assert sorted(outcomes) == ["gone", "read", "read", "read"]
+
+
+def test_a_bucket_that_goes_away_rejects_nothing_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = SeaweedServer(tmp_path / "weed")
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.options()["endpoint"])
+        url = f"s3://{BUCKET}/away"
+        with Writer(tmp_path / "cold", revision="abc", shared_url=url, shared_options=server.options()) as writer:
+            for ids in CONVERSATIONS[:6]:
+                writer.put(ids)
+        one = [url, "--format", "modelopt", "-q", "--cache-size", "0", "--out"]
+        assert main([*one, str(tmp_path / "one")]) == 0
+        assert main([*one, str(tmp_path / "many"), "--plan"]) == 0
+        assert main([*one, str(tmp_path / "many"), "--part", "1/2"]) == 0
+        server.stop()
+        assert main([*one, str(tmp_path / "many"), "--part", "2/2"]) == 1
+        assert "run the same part again" in capsys.readouterr().err
+        assert main([*one, str(tmp_path / "other")]) == 1
+        assert not (tmp_path / "other").exists()
+        server.start()
+        assert main([*one, str(tmp_path / "many"), "--part", "2/2"]) == 0
+        assert main([*one, str(tmp_path / "many"), "--finish"]) == 0
+        assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    finally:
+        server.stop()
 
 
 def test_speculators_trains_from_urls_what_it_would_from_disks(

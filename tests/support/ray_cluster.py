@@ -20,7 +20,8 @@ def ray_cluster(count: int) -> Iterator[tuple[str, list[Any], Callable[[Any], No
 
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, PYTHONPATH=path):  # its processes, and theirs, find the package
+    # Its processes, and theirs, find the package; at Ray's own niceness of 15 they would starve on a busy machine.
+    with mock.patch.dict(os.environ, PYTHONPATH=path, RAY_worker_niceness="0"):
         cluster = Cluster(initialize_head=True, head_node_args=head)
         nodes = [cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES) for _ in range(count)]
     try:
