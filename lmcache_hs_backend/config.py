@@ -174,12 +174,12 @@ def default_cold_path() -> str:
     return os.path.join(base, "lmcache-hs")
 
 
-def setting(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
-    """A field of TieredConfig, or of a class that adds to it."""
+def setting(default: Any, parse: Callable[[Any], Any], doc: str, *, shown: bool = True) -> Any:
+    """A field of TieredConfig, or of a class that adds to it. ``shown``: whether its value is in the ``repr``."""
     metadata = {"parse": parse, "doc": doc}
     if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=default, metadata=metadata, repr=shown)
+    return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,10 @@ class TieredConfig:
         2.0, number(0, above=True), "seconds that a retrieve may wait for the shared tier, at most"
     )
     shared_options: Mapping[str, Any] = setting(
-        dict, _options, "obstore's options for shared_url: endpoint, region, … Keys come from AWS_* and the like too"
+        dict,
+        _options,
+        "obstore's options for shared_url: endpoint, region, … Keys come from AWS_* and the like too",
+        shown=False,  # they may be credentials
     )
 
     @property

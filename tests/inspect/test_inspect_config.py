@@ -319,6 +319,7 @@ def test_an_lmcache_that_cannot_be_imported_is_the_problem(case: Case, tmp_path:
 @pytest.mark.parametrize("installed", [True, False])
 def test_credentials_are_never_shown(case: Case, capsys: pytest.CaptureFixture[str], installed: bool) -> None:
     options = {"aws_secret_access_key": "hunter2", "endpoint": "http://host"}
+    assert "hunter2" not in repr(TieredConfig(cold_path="/x", shared_options=options))
     for value in (options, json.dumps(options), {"aws_secret_access_key": ["hunter2"]}, "hunter2"):
         case.extra[f"{PREFIX}shared_options"] = value
         for form in ("terminal", "json"):
