@@ -1,15 +1,20 @@
 """A bucket on localhost that LMCache's S3Connector can talk to, and that can be in every kind of trouble.
 
-Enough of S3 for whole objects: PUT, HEAD, GET. No signature is checked.
+Enough of S3 for whole objects: PUT, GET (with ranges), HEAD, DELETE, a listing. No signature is checked, and a
+condition of a put is ignored, as some stores do. ``python -m tests.support.s3_server`` serves until its stdin ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 
 class S3Server:
@@ -54,11 +59,14 @@ class S3Server:
             def log_message(self, *_: Any) -> None:
                 return
 
-            def _answer(self, status: int, body: bytes = b"", *, head: bool = False) -> None:
+            def _answer(self, status: int, body: bytes = b"", *, head: bool = False, **headers: str) -> None:
                 with contextlib.suppress(OSError):
                     self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
                     self.send_header("Content-Length", str(len(body)))
                     self.send_header("ETag", '"0"')
+                    self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
                     self.end_headers()
                     if not head:
                         self.wfile.write(body)
@@ -88,8 +96,50 @@ class S3Server:
                     self._answer(404 if held is None else 200, held or b"", head=True)
 
             def do_GET(self) -> None:
-                if not self._in_trouble():
-                    held = bucket.objects.get(self.path)
+                if self._in_trouble():
+                    return
+                query = parse_qs(urlsplit(self.path).query)
+                if "list-type" in query:
+                    self._answer(200, self._listing(query.get("prefix", [""])[0]))
+                    return
+                held = bucket.objects.get(self.path)
+                part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                if held is not None and part is not None:
+                    first, last = int(part[1]), min(int(part[2]), len(held) - 1)
+                    span = {"Content-Range": f"bytes {first}-{last}/{len(held)}"}
+                    self._answer(206, held[first : last + 1], **span)
+                else:
                     self._answer(404 if held is None else 200, held or b"")
 
+            def _listing(self, prefix: str) -> bytes:
+                folder = urlsplit(self.path).path.rstrip("/") + "/"
+                names = sorted(unquote(path).removeprefix(folder) for path in bucket.objects)
+                entries = "".join(
+                    f"<Contents><Key>{escape(name)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                    f"<Size>{len(bucket.objects[folder + name])}</Size></Contents>"
+                    for name in names
+                    if name.startswith(prefix)
+                )
+                return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+
+            def do_POST(self) -> None:  # DeleteObjects
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+                if not self._in_trouble():
+                    folder = urlsplit(self.path).path.rstrip("/") + "/"
+                    keys = re.findall("<Key>(.*?)</Key>", body)
+                    for key in keys:
+                        bucket.objects.pop(folder + key, None)
+                    deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+                    self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+
+            def do_DELETE(self) -> None:
+                if not self._in_trouble():
+                    bucket.objects.pop(self.path, None)
+                    self._answer(204)
+
         return Handler
+
+
+if __name__ == "__main__":
+    print(S3Server().port, flush=True)
+    sys.stdin.read()

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -31,6 +32,7 @@ from lmcache_hs_backend.format.shared_names import content_name, tags
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
 from lmcache_hs_backend.tiers.flows.store_chunks import Store
+from lmcache_hs_backend.tiers.memory.copies import work_alone
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.shared.bucket import Bucket, Fetched
 from lmcache_hs_backend.tiers.state import reading, sharing
@@ -73,6 +75,9 @@ def shared_tier(
     except ObjectsError as error:
         raise ConfigError(f"{setting('shared_url')} is {config.shared_url!r}, but must be {error}") from None
     bucket = Bucket(reads, writes, ident, capacity)
+    with warnings.catch_warnings():  # torch warns, once, of a tensor over bytes that cannot be written; ours are read
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
     return lambda core, store: Share(core, store, bucket)
 
 
@@ -206,6 +211,7 @@ class Share:
                 return
 
     def _read_loop(self) -> None:
+        work_alone()
         while (fetch := self._queue.get()) is not None and not self._stopping.is_set():
             try:
                 if not fetch.unneeded:
@@ -252,7 +258,7 @@ class Share:
         try:
             tokens = fetched.header.layout.num_tokens
             rows = {
-                spec.layer_idx: torch.frombuffer(bytearray(view), dtype=TORCH_DTYPES[spec.dtype]).view(tokens, -1)
+                spec.layer_idx: torch.frombuffer(view, dtype=TORCH_DTYPES[spec.dtype]).view(tokens, -1)
                 for spec, view in fetched.rows.items()
                 if spec.layer_idx not in held and (fetch.layer_idxs is None or spec.layer_idx in fetch.layer_idxs)
             }
