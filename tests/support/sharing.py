@@ -35,7 +35,7 @@ def elsewhere(p: Prompt, tag: str = "") -> Prompt:
 
 def uploaded(store: Any, count: int) -> None:
     assert store.flush(10) == 0
-    wait_until(lambda: store.stats()["shared_chunks"] >= count and not store.stats()["queue_uploads"], 30)
+    wait_until(lambda: store.stats()["shared_chunks"] >= count and not store.stats()["queue_uploads"], 30 + count / 10)
 
 
 def objects_of(shared: dict[str, Any]) -> Objects:
