@@ -234,6 +234,11 @@ class TieredConfig:
     )
     close_timeout_sec: float = setting(4.0, number(0), "seconds that close() may take to write dirty chunks")
 
+    ranks: str = setting(
+        "all",
+        choice_of("all", "first"),
+        "in LMCache: which ranks keep rows: each its own, or one for each node; see docs/how-to/ranks.md",
+    )
     shared_url: str = setting(
         OFF,
         _shared_url,

@@ -511,3 +511,16 @@ def test_a_wrong_setting_is_named_and_the_server_does_not_start(tmp_path: Path) 
     with pytest.raises(AssertionError, match="io_treads"):
         server.start()
     assert "io_threads" in server.log.read_text()
+
+
+def test_with_ranks_first_all_ranks_have_one_copy(tmp_path: Path) -> None:
+    tokens, rows = tokens_of(3, 530), rows_of(3 * CHUNK, 531)
+    with MpServer(tmp_path / "cold", tmp_path / "log", ranks="first", write_back_sec=0) as server:
+        ranks = [server.client(world_size=2, worker_id=number) for number in range(2)]
+        assert [client.store_hidden_states(tokens, rows) for client in ranks] == [3, 3]
+        for client in ranks:
+            assert is_served(client, tokens, rows)
+        assert len(list((tmp_path / "cold").iterdir())) == 1
+        wait_until(lambda: len(list((tmp_path / "cold").glob("*/??/*.safetensors"))) == 3)
+        for client in ranks:
+            client.close()

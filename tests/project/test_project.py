@@ -26,7 +26,7 @@ LEVELS = [
     ["format"],
     ["arena", "metrics"],
     ["tiers"],
-    ["tiered", "debug"],
+    ["tiered", "debug", "first_rank"],
     ["integrations", "capture", "dataset", "cli"],
 ]
 

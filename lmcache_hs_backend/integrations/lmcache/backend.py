@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmcache_hs_backend.first_rank import FirstRankFiles
 from lmcache_hs_backend.integrations.lmcache.compat import (
     CacheEngineKey,
     LMCacheEngineConfig,
@@ -127,6 +128,12 @@ class HSTieredBackend(NothingForKv, StoragePluginInterface):  # type: ignore[mis
             replaced.close()
         except Exception:  # it is LMCache's, and already out of use
             logger.exception("hs_tiered: LMCache's own hidden-state store cannot be closed")
+        if isinstance(store.tiers, FirstRankFiles):
+            logger.info(
+                "hs_tiered loaded: this rank keeps nothing (ranks: first); it reads what rank %s keeps in %s",
+                store.tiers.ident.worker_id, store.tiers.directory,
+            )  # fmt: skip
+            return store
         pinned = store.tiers.pin()
         settings = store.tiers.config
         logger.info(

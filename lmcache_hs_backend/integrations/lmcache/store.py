@@ -13,6 +13,7 @@ logged, counted in ``errors_internal``, and looks like a miss.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import threading
@@ -25,6 +26,7 @@ import torch
 from lmcache_hs_backend.chunk import ChunkRef, chunk_name, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig, hot_tier_bytes, plugin_names
 from lmcache_hs_backend.debug import StoreDebug
+from lmcache_hs_backend.first_rank import FirstRankFiles
 from lmcache_hs_backend.format.namespace import NamespaceId, local_model_revision
 from lmcache_hs_backend.integrations.lmcache.compat import (
     TORCH_DTYPE_TO_STR_DTYPE,
@@ -100,10 +102,18 @@ class TieredHiddenStateStore:
         self._last_prompt: _HashedPrompt | None = None
         self._allowed = None if config.hidden_state_layers is None else frozenset(config.hidden_state_layers)
         self._presence = KvPresence(bool(config.use_layerwise), settings.kv_presence_timeout_ms / 1000)
+        ident = namespace_of(config, metadata, token_database, settings)
+        #: The rank under whose keys rows are kept, where that is another one.
+        self._keeper = keeping_rank(metadata) if settings.ranks == "first" else metadata.worker_id
+        self.tiers: TieredStore | FirstRankFiles
+        if self._keeper != metadata.worker_id:
+            ident = dataclasses.replace(ident, worker_id=self._keeper)
+            self.tiers = FirstRankFiles(settings, ident, ask=self._presence.ask, labels=labels(metadata))
+            return
         self.tiers = TieredStore(
             settings,
             capacity,
-            namespace_of(config, metadata, token_database, settings),
+            ident,
             ask=self._presence.ask,
             labels=labels(metadata),
             capture='{"source": "lmcache", "layer_ids": "storage slots"}',
@@ -174,11 +184,11 @@ class TieredHiddenStateStore:
 
     def has_chunk(self, key: CacheEngineKey, layer_idx: int = 0) -> bool:
         """Whether either tier holds the layer of a chunk."""
-        return any(self.tiers.has(key_name(key), layer_idx))
+        return any(self.tiers.has(self._name(key), layer_idx))
 
     def drop_key(self, key: CacheEngineKey) -> bool:
         """Delete a chunk, with all its layers, from both tiers. Returns whether it was there."""
-        return bool(self.tiers.drop([key_name(key)]))
+        return bool(self.tiers.drop([self._name(key)]))
 
     def close(self) -> None:
         """Write what is not on disk yet and end, within ``close_timeout_sec``. May be called again."""
@@ -200,7 +210,7 @@ class TieredHiddenStateStore:
             The end, in tokens, of the last chunk up to which every layer is there; 0 for none.
         """
         listed = list(chunks)
-        names = [key_name(key) if hasattr(key, "to_string") else self._name_of_hash(key) for _, _, key in listed]
+        names = [self._name(key) if hasattr(key, "to_string") else self._name_of_hash(key) for _, _, key in listed]
         covered = self.tiers.covered(names, layer_idxs)
         return listed[covered - 1][1] if covered else 0
 
@@ -298,6 +308,8 @@ class TieredHiddenStateStore:
     @property
     def debug(self) -> StoreDebug:
         """A look inside, for tests, benchmarks and support sessions; not for serving."""
+        if isinstance(self.tiers, FirstRankFiles):
+            raise TypeError("this rank keeps nothing to look into (ranks: first)")
         return self.tiers.debug
 
     # -- for the façade ----------------------------------------------------------------------------------
@@ -316,11 +328,11 @@ class TieredHiddenStateStore:
 
     def add_layer(self, key: CacheEngineKey, layer_idx: int, rows: torch.Tensor) -> bool:
         """Add a layer to a chunk that is in RAM; False when it is not, or has the layer. Raises ValueError."""
-        return self.tiers.add_layer(key_name(key), _layer_idx(layer_idx), checked_rows(rows, len(rows)), key)
+        return self.tiers.add_layer(self._name(key), _layer_idx(layer_idx), checked_rows(rows, len(rows)), key)
 
     def kv_removed(self, keys: Iterable[Any]) -> None:
         """LMCache removes the KV of these keys everywhere."""
-        self.tiers.kv_gone([key_name(key) for key in keys])
+        self.tiers.kv_gone([self._name(key) for key in keys])
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -374,15 +386,24 @@ class TieredHiddenStateStore:
         elif not isinstance(token_ids, list):
             token_ids = list(token_ids)
         chunks = self._token_database.process_tokens(tokens=token_ids, request_configs=request_configs)
-        refs = chunk_refs(((start, end, key.to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids)
+        refs = chunk_refs(
+            ((start, end, self._kept_as(key).to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids
+        )
         self._last_prompt = _HashedPrompt(ids, copy.deepcopy(request_configs), refs)
         return refs
 
     def _name_of_hash(self, chunk_hash: int) -> bytes:
-        return key_name(self._token_database._make_key_by_hash(chunk_hash))
+        return self._name(self._token_database._make_key_by_hash(chunk_hash))
+
+    def _name(self, key: Any) -> bytes:
+        """The name under which the rows of a chunk are kept."""
+        return key_name(self._kept_as(key))
+
+    def _kept_as(self, key: Any) -> Any:
+        return key if key.worker_id == self._keeper else key.with_new_worker_id(self._keeper)
 
 
-def _close_behind(tiers: TieredStore, presence: KvPresence) -> None:
+def _close_behind(tiers: TieredStore | FirstRankFiles, presence: KvPresence) -> None:
     def close() -> None:
         presence.close()
         tiers.close()
@@ -426,6 +447,11 @@ def namespace_of(
         hash_algorithm=f"{config.pre_caching_hash_algorithm} ({actual})",
         none_hash=str(initial_hash()),
     )
+
+
+def keeping_rank(metadata: LMCacheMetadata) -> int:
+    """The first rank of this node, which keeps the rows for all of them with ``ranks: first``."""
+    return int(metadata.worker_id - metadata.local_worker_id)
 
 
 def _layer_idx(value: int) -> int:

@@ -178,7 +178,8 @@ class Spaces:
             kv_dtype=hello.kv_dtype,
             chunk_size=hasher.chunk_size,
             world_size=hello.world_size,
-            worker_id=hello.worker_id,
+            # One store for all of this node's ranks: their rows are equal.
+            worker_id=0 if self._config.ranks == "first" else hello.worker_id,
             hash_algorithm=name,
             none_hash=none_hash.hex() if isinstance(none_hash, bytes) else str(none_hash),
         )
