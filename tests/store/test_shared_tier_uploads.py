@@ -94,15 +94,18 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
     if os.fork():
         continue
-    store = TieredStore(settings(path, write_back_sec=0, on_locked="error", **shared), 64 * LAYER_BYTES, MODEL)
-    assert store.wait_recovered(20)
-    for n in range(int(line), int(line) + 4):
-        p = Prompt([n * 100_000 + token for token in range(3 * CHUNK)])
-        store.store(p.refs, p.bytes, {0: honest_rows(p.ids)})
-    assert store.flush(20) == 0
-    print(os.getpid(), flush=True)
-    time.sleep(120)
-    os._exit(1)
+    try:
+        store = TieredStore(settings(path, write_back_sec=0, on_locked="error", **shared), 64 * LAYER_BYTES, MODEL)
+        assert store.wait_recovered(120)
+        for n in range(int(line), int(line) + 4):
+            p = Prompt([n * 100_000 + token for token in range(3 * CHUNK)])
+            store.store(p.refs, p.bytes, {0: honest_rows(p.ids)})
+        assert store.flush(120) == 0
+        print(os.getpid(), flush=True)
+        time.sleep(120)
+    finally:
+        print(0, flush=True)
+        os._exit(1)
 """
 
 
@@ -118,6 +121,7 @@ def test_kills_between_disk_and_bucket_lose_nothing_and_leave_whole_objects(
         for kill in range(KILLS):
             print(kill * 4, file=nodes.stdin, flush=True)
             pid = int(nodes.stdout.readline())
+            assert pid, "a node has failed"
             time.sleep(moments.uniform(0, 1.2))  # before, while and after uploads are under way
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))

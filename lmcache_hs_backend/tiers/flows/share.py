@@ -294,10 +294,12 @@ class Share:
         if stopping.is_set():
             return
         if bucket.respects_conditions() is False:
+            bucket.looks_first = True
             logger.warning(
-                "%s ignores the condition of a put (if-none-match): two writers of one chunk put it twice, which costs "
-                "a request and does no harm", bucket.objects.url,
-            )  # fmt: skip
+                "%s ignores the condition of a put (if-none-match): each upload looks first, which costs a request. "
+                "Of two that add layers to one chunk at the same moment, one may be lost",
+                bucket.objects.url,
+            )
         while not stopping.is_set():
             try:
                 self._listed = set(bucket.listing())

@@ -80,6 +80,7 @@ class Bucket:
         self.folder = namespace_folder(self.ident)
         self.reads = Breaker("reads", objects.url)
         self.writes = Breaker("writes", objects.url)
+        self.looks_first = False  # before it creates, in a bucket that would let one creation overwrite another
         self._most_bytes = most_bytes
         self._files = FileLayer()
 
@@ -168,6 +169,8 @@ class Bucket:
         """
         target = object_path(self.folder, chunk.name)
         body = self._body(chunk.header, chunk.rows, parent)
+        if self.looks_first and self._start_of(target, chunk.header).answer is Answer.OK:
+            return self._add_layers(target, body, chunk, parent)
         reply = self._create(target, body)
         if reply.answer is not Answer.EXISTS:
             return reply.answer, len(body) if reply.answer is Answer.OK else 0
