@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,6 +26,7 @@ from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.format.layout import SUBDIRECTORY, chunk_path, subdirectories
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.metrics import GAUGES, Metrics
+from lmcache_hs_backend.tiers.flows.store_chunks import Stored
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -76,13 +77,14 @@ class FirstRankFiles:
 
     # -- rows ------------------------------------------------------------------------------------------------
 
-    def store(self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int = 0) -> int:
-        """Keep nothing: the first rank has the same rows. 0 chunks newly hold a layer."""
-        return 0
+    def store_checked(
+        self, refs: Sequence[ChunkRef], ids: bytes, rows: Mapping[int, torch.Tensor], row_offset: int = 0
+    ) -> Stored:
+        """Keep nothing: the first rank has the same rows.
 
-    def held(self, refs: Sequence[ChunkRef], layer_idxs: Collection[int]) -> int:
-        """All of ``refs``: they are the first rank's to keep, and a caller has nothing to store again."""
-        return len(refs)
+        0 chunks newly hold a layer, and all of the call's range count as held: a caller has nothing to store again.
+        """
+        return Stored(0, 0 if self.closed else sum(ref.start >= row_offset for ref in refs))
 
     def retrieve(
         self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], dtype: torch.dtype | None = torch.float32
