@@ -19,7 +19,9 @@ import yaml
 
 from lmcache_hs_backend.cli.console import CommandError
 
+#: What argparse says of a value, ours and its own (``invalid int value: 'x'``), with the option's long name.
 _WRONG_VALUE = re.compile(r"argument (?:\S+/)?(\S+): (is .*|.*: not a .*)", re.DOTALL)
+_INVALID = re.compile(r"argument (?:\S+/)?(-\S+): invalid (?:choice|\w+ value): (.*)", re.DOTALL)
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+(?:e-?[0-9]+)?|[0-9.]+e-?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 _TIME_UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -32,9 +34,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with argparse's usage message, or raise CommandError for a wrong value."""
         wrong = _WRONG_VALUE.fullmatch(message)
-        if wrong is None:
-            super().error(message)
-        raise CommandError(f"{wrong[1]} {wrong[2]}")
+        if wrong is not None:
+            raise CommandError(f"{wrong[1]} {wrong[2]}")
+        invalid = _INVALID.fullmatch(message)
+        if invalid is not None:
+            raise CommandError(f"{invalid[1]} cannot be {invalid[2]}")
+        super().error(message)
 
 
 def _wrong(text: str, allowed: str) -> argparse.ArgumentTypeError:
@@ -134,6 +139,31 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
         help="options of a URL, as in the setting shared_options: a JSON table, or a file with it or with LMCache's "
         "configuration. Keys, regions and endpoints also come from AWS_*, GOOGLE_* and AZURE_* variables",
     )  # fmt: skip
+
+
+def seconds(text: str) -> float:
+    """Seconds above 0: ``600``, or a time with a unit as in ``duration``."""
+    try:
+        value = duration(text if text.strip()[-1:].isalpha() else f"{text}s")
+    except argparse.ArgumentTypeError:
+        value = 0.0
+    if value <= 0:
+        raise _wrong(text, "above 0, in seconds or with a unit: 600, 30min, 2h")
+    return value
+
+
+def sample(text: str) -> int | float:
+    """How many: a whole number from 1 on, or a share above 0 as a float, from ``5%``."""
+    if text.endswith("%"):
+        try:
+            percent = float(text[:-1])
+        except ValueError:
+            percent = 0.0
+        if 0 < percent <= 100:
+            return percent / 100
+    elif text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise _wrong(text, "a number of chunks from 1 on, or a share of them: 500, 5%")
 
 
 def moment(text: str) -> int:

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 import warnings
@@ -22,6 +21,8 @@ from typing import Any, TextIO
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from lmcache_hs_backend.cli import exit_status
 
 #: Wide enough that nothing is ever wrapped or cut where there is no terminal.
 _UNLIMITED = 100_000
@@ -58,17 +59,17 @@ def run(program: str, main: Callable[[], int]) -> int:
         sys.stdout.flush()
     except CommandError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
-        return 1
+        return exit_status.ERROR
     except BrokenPipeError:  # `... | head` has ended
         _drop_standard_output()
-        return 128 + signal.SIGPIPE
+        return exit_status.PIPE_CLOSED
     except OSError as error:  # a disk that fails, a directory that may not be read
         print(f"{program}: error: {error}", file=sys.stderr)
-        return 1
+        return exit_status.ERROR
     except KeyboardInterrupt:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
-        return 128 + signal.SIGINT
+        return exit_status.INTERRUPTED
     return status
 
 
@@ -157,8 +158,22 @@ class Output:
         for sink in self._sinks:
             sink.print(Text(text), style=style, no_wrap=True, overflow="ellipsis", crop=True)
 
+    def listed(self, parts: Sequence[str], indent: str = "", style: str | None = None, separator: str = ",") -> None:
+        """Print parts with commas between them; a terminal's line ends between two parts, never within one."""
+        line = ""
+        for number, part in enumerate(parts):
+            text = part + (separator if number + 1 < len(parts) else "")
+            if self.width is not None and line and len(f"{indent}{line} {text}") > self.width:
+                self.show(indent + line, style=style)
+                line = text
+            else:
+                line = f"{line} {text}" if line else text
+        self.show(indent + line, style=style)
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table. Where the terminal is too narrow, each row is a block: its first cell, then names and values.
+
+        Rows that share the first cell stand below one.
 
         Args:
             columns: Their names; ``>`` before a name aligns the column to the right.
@@ -167,9 +182,12 @@ class Output:
         names = [column.lstrip(">") for column in columns]
         cells = [max(map(len, (name, *column))) for name, column in zip(names, zip(*rows, strict=True), strict=False)]
         if self.width is not None and sum(cells) + 2 * len(cells) - 2 > self.width:
+            above = None
             for first, *rest in rows:
-                self.show(first, style="bold")
-                self.show("  " + ", ".join(f"{name} {value}" for name, value in zip(names[1:], rest, strict=True)))
+                if first != above:
+                    self.line(first, style="bold")
+                above = first
+                self.listed([f"{name} {value}" for name, value in zip(names[1:], rest, strict=True)], indent="  ")
             return
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column, name in zip(columns, names, strict=True):
@@ -181,7 +199,7 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-        """A progress bar on standard error, where that is a terminal.
+        """A progress bar on standard error, where that is a terminal and there is anything to do.
 
         Args:
             what: What is being done, in front of the bar.
@@ -191,7 +209,7 @@ class Output:
         Yields:
             A function that advances the bar by a number of steps or bytes.
         """
-        if self.quiet or not sys.stderr.isatty():
+        if not total or self.quiet or not sys.stderr.isatty():
             yield lambda amount: None
             return
         from rich import progress as bars  # takes a tenth of a second, and most runs show none
@@ -232,6 +250,29 @@ def confirm(question: str) -> bool:
 
 
 # -- how things are written ------------------------------------------------------------------------------
+
+
+def shortened(text: str, width: int | None) -> str:
+    """Text cut in the middle to so many columns: what differs is mostly at its ends."""
+    if width is None or len(text) <= width:
+        return text
+    front = max(width, 3) // 2
+    return f"{text[:front]}…{text[len(text) - (max(width, 3) - front - 1) :]}"
+
+
+def path_text(path: str, root: str, width: int | None) -> str:
+    """A path as a terminal of so many columns shows it: relative to ``root``, and no longer than ``width``.
+
+    The name of a chunk's file is cut before its namespace is, to its first 12 digits, which are enough to name it to
+    ``show`` and ``rm``. Without a width (a pipe, a file) the path is left whole.
+    """
+    if width is None:
+        return path
+    relative = os.path.relpath(path, root) if path.startswith(root.rstrip("/") + "/") else path
+    folder, name = os.path.split(relative)
+    if len(relative) > width and folder and len(name) > 13:
+        name = name[:12] + "…"
+    return os.path.join(shortened(folder, max(8, width - len(name) - 1)), name) if folder else shortened(name, width)
 
 
 def printable(text: str) -> str:

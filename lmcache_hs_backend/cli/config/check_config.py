@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from lmcache_hs_backend.cli import exit_status
+from lmcache_hs_backend.cli.config.verdict import Problem, Verdict, check
 from lmcache_hs_backend.cli.config.verdict import Remark, Verdict, check
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text
 from lmcache_hs_backend.config import ADVANCED
@@ -57,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
             )
         else:
             _print(output, verdict, disk, probe)
-    return 0 if verdict.loads else 1
+    return exit_status.DONE if verdict.loads else exit_status.FINDING
 
 
 def _print(output: Output, verdict: Verdict, disk: dict[str, Any], probe: dict[str, Any] | None) -> None:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Sequence
 
 from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.arguments import Parser
 from lmcache_hs_backend.cli.console import run
 
@@ -52,7 +53,11 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; the exit status: 0, 1 for an error or a bad finding, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run a sub-command.
+
+    Returns:
+        One of ``exit_status``.
+    """
     return run(PROGRAM, lambda: _main(argv))
 
 
@@ -61,5 +66,5 @@ def _main(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
-        return 1
+        return exit_status.ERROR  # as LMCache's own program
     return int(args.execute(args))

@@ -69,7 +69,10 @@ def open_path(args: argparse.Namespace, *, notes: bool = True) -> OpenedColdPath
         raise CommandError(f"{error}{default}") from None
     if notes and not args.quiet:
         for left_out in opened.reader.left_out:
-            print(f"note: left out: {printable(left_out.why)}", file=sys.stderr)
+            why = left_out.why
+            if sys.stderr.isatty():  # narrow, perhaps
+                why = why.replace(opened.reader.cold_path + "/", "")
+            print(f"note: left out: {printable(why)}", file=sys.stderr)
     return opened
 
 

@@ -8,6 +8,7 @@ work is Python's.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -84,13 +85,20 @@ class ChunkStream:
     """
 
     def __init__(
-        self, reader: ColdTierReader, namespaces: Sequence[NamespaceDirectory], states: Sequence[str] = STATES
+        self,
+        reader: ColdTierReader,
+        namespaces: Sequence[NamespaceDirectory],
+        states: Sequence[str] = STATES,
+        *,
+        by_name: bool = False,
     ) -> None:
+        """``by_name``: in the order of the names within each directory, rather than as the files lie on disk."""
         self.reader = reader
         self.namespaces = namespaces
         self.skipped: Counter[str] = Counter()
         self.refused: list[tuple[NamespaceDirectory, str, str]] = []
         self._states = states
+        self._by_name = by_name
 
     def places(self) -> Iterator[Place]:
         """Where there are chunk files, by their names alone."""
@@ -133,7 +141,10 @@ class ChunkStream:
                     except OSError as error:
                         self._refuse(namespace, folder.path, error)
                         continue
-                    yield folder, files if source.is_local else self._going_on(folder, files)
+                    if source.is_local:
+                        yield folder, sorted(files, key=lambda file: file.name) if self._by_name else files
+                    else:  # objects are listed by name
+                        yield folder, self._going_on(folder, files)
 
     def _going_on(self, folder: Folder, files: Iterable[ChunkPath]) -> Iterator[ChunkPath]:
         """A listing that goes on while it is used, and may break off."""
@@ -163,6 +174,16 @@ def _readable(info: ChunkInfo) -> ReadableChunk | str:
     if info.header is None:
         return info.reason
     return ReadableChunk(info.file, info.namespace, info.state, info.header)
+
+
+def file_size(place: Place) -> int:
+    """Bytes of a chunk's file; 0 where it has vanished or may not be looked at."""
+    if place.file.size >= 0:
+        return place.file.size
+    try:
+        return os.lstat(place.file.path).st_size
+    except OSError:
+        return 0
 
 
 def skipped_text(skipped: Mapping[str, int]) -> str:

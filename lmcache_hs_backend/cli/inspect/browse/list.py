@@ -7,11 +7,12 @@ import heapq
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.arguments import at_least
-from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable, time_text
+from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable, shortened, time_text
 from lmcache_hs_backend.cli.inspect.selection import (
     OpenedColdPath,
     add_filter_arguments,
@@ -59,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     opened = open_path(args)
     chunks, test = choose(opened, args)
     with Output(args) as output:
-        write = _Json(output, opened) if output.json else _Lines(output)
+        write = _Json(output, opened) if output.json else _Lines(output, chunks)
         summary = ListSummary()
         flush_at = 0.0
         for text in _ordered(filter(test, chunks.read()), args, write.line, summary):
@@ -68,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
                 output.flush()
                 flush_at = time.monotonic() + _FLUSH_SEC
         write.end(summary, opened, chunks)
-    return 0
+    return exit_status.DONE
 
 
 class ListSummary:
@@ -159,6 +160,10 @@ _COLUMNS = (
 )
 
 
+#: Columns of a namespace on a narrow terminal: what is cut is in the middle, before the digest at its end.
+_NARROW = 22
+
+
 def _joined(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -166,9 +171,9 @@ def _joined(value: Any) -> str:
 class _Lines:
     """Columns of fixed width, as many of them as the terminal has room for."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, chunks: ChunkStream) -> None:
         self._output = output
-        self._columns = _fitting(output.width)
+        self._columns = _fitting(output.width, [namespace.label for namespace in chunks.namespaces])
         titles = (_padded(column.title, column.width) for column in self._columns)
         output.show("  ".join(titles).rstrip(), style="bold")
 
@@ -186,14 +191,25 @@ class _Lines:
         if chunks.skipped:
             parts.append(skipped_text(chunks.skipped))
         if hidden := len(_COLUMNS) - len(self._columns):
-            parts.append(f"{hidden} columns hidden")
-        self._output.show(", ".join(parts), style="bold")
+            parts.append(f"{hidden} more columns in a pipe or with --format json")
+        self._output.listed(parts, style="bold")
 
 
-def _fitting(width: int | None) -> list[_Column]:
+def _fitting(width: int | None, namespaces: Sequence[str]) -> list[_Column]:
+    """As many columns as there is room for. With several namespaces theirs is among them, if need be a narrow one."""
+    columns = _first(_COLUMNS, width)
+    if len(namespaces) < 2 or any(column.title == "NAMESPACE" for column in columns):
+        return columns
+    room = min(max(map(len, namespaces)), _NARROW)
+    narrow = _Column("NAMESPACE", room, lambda chunk: shortened(chunk.namespace.label, room))
+    others = [column for column in _COLUMNS[1:] if column.title != "NAMESPACE"]
+    return _first([_COLUMNS[0], narrow, *others], width)
+
+
+def _first(available: Sequence[_Column], width: int | None) -> list[_Column]:
     columns: list[_Column] = []
     used = 0
-    for column in _COLUMNS:
+    for column in available:
         used += abs(column.width) + 2
         if width is not None and used > width + 2:
             break

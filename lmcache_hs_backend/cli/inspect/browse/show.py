@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, bytes_text, printable
 from lmcache_hs_backend.cli.inspect.nodes import NamespaceForest, grow
 from lmcache_hs_backend.cli.inspect.selection import (
@@ -22,7 +23,8 @@ from lmcache_hs_backend.format.reader import Place
 
 HELP = "show one chunk: metadata, chain, tokens, and figures of every layer's rows"
 EXAMPLE = """\
-CHUNK is the beginning of a chunk hash or of a file's name, as long as only one chunk begins so.
+CHUNK is the beginning of a chunk hash or of a file's name, as long as only one chunk begins so. Exit status 1 when a
+layer's rows do not match their checksum, as with verify.
 
 example:
   lmcache-hs-inspect show 9132a2d2 /mnt/nvme/hs --tokenizer /models/Qwen3-8B
@@ -59,7 +61,7 @@ def execute(args: argparse.Namespace) -> int:
             output.dump(_as_json(chunk, forest, position, layers, tokenizer))
         else:
             _print(output, chunk, forest, position, layers, tokenizer)
-    return 0
+    return exit_status.DONE if all(layer["checksum_ok"] for layer in layers) else exit_status.FINDING
 
 
 def _is_place(text: str) -> bool:

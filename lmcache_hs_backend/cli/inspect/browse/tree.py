@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.arguments import at_least
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, printable
 from lmcache_hs_backend.cli.inspect.nodes import NamespaceForest, grow
@@ -51,13 +52,13 @@ def execute(args: argparse.Namespace) -> int:
         if output.json:
             trees = [{"namespace": view.forest.namespace.label, **view.whole()} for view in views]
             output.dump({"cold_path": opened.reader.cold_path, "trees": trees, "skipped": dict(chunks.skipped)})
-            return 0
+            return exit_status.DONE
         for view in views:
             output.show(_title(view.forest), style="bold")
             _print(output, view.whole(), "")
         if chunks.skipped:
             output.show(skipped_text(chunks.skipped), style="yellow")
-    return 0
+    return exit_status.DONE
 
 
 class _TreeView:
@@ -140,12 +141,9 @@ def _print(output: Output, level: dict[str, Any], indent: str) -> None:
         is_last = number == len(entries) - 1 and not more
         shared = f", shared by {branch['sequences']:,} sequences" if branch["sequences"] > 1 else ""
         orphan = ", parent not here" if branch.get("orphan") else ""
-        line = (
-            f"tokens {branch['start']:,} to {branch['end']:,} ({branch['chunks']:,} chunks, "
-            f"{bytes_text(branch['bytes'])}{shared}{orphan})  {branch['chunk_hash'][:12]}  "
-            f"{printable(branch['text'])!r}"
-        )
-        output.line(indent + ("└─ " if is_last else "├─ ") + line)
+        what = f"{branch['chunks']:,} chunks, {bytes_text(branch['bytes'])}{shared}{orphan}"
+        line = f"{branch['chunk_hash'][:12]}  tokens {branch['start']:,} to {branch['end']:,} ({what})"
+        output.line(f"{indent}{'└─ ' if is_last else '├─ '}{line}  {printable(branch['text'])!r}")
         _print(output, branch, indent + ("   " if is_last else "│  "))
     if more:
         output.line(

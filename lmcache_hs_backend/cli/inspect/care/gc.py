@@ -20,7 +20,8 @@ from lmcache_hs_backend.format.reader import Place
 HELP = "delete left-overs, other namespaces, expired chunks, and what is over the limit"
 EXAMPLE = """\
 Always deletes what unfinished writes have left over. The rest by option. Goes by names, sizes and times, and opens no
-file. Asks before it deletes; namespaces that a running engine holds are left alone, and not counted against --max-size.
+file. Asks before it deletes; namespaces that a running engine holds are left alone (exit status 1, as rm), and not
+counted against --max-size.
 What is over the limit leaves in the store's own order: quarantine, archive, then the least recently used.
 
 Below a URL (s3://, gs://, az://) it deletes objects, and their age is the time since they were written: nothing there
@@ -87,11 +88,7 @@ def execute(args: argparse.Namespace) -> int:
             Deletion(file.path, file.size, owner, "over the limit") for file, owner in over_limit(kept, limit)
         ]
     with Output(args) as output:
-        if not output.json:
-            for namespace in namespaces:
-                if namespace not in free:
-                    output.show(f"in use, left alone: {namespace.label}", style="yellow")
-        return remove(opened.reader.source, deletions, args, output, dict(chunks.skipped))
+        return remove(deletions, args, output, chunks, [each for each in namespaces if each not in free])
 
 
 def _files(chunks: ChunkStream) -> Iterator[_File]:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lmcache_hs_backend.cli.console import Output, bytes_text, confirm, printable
-from lmcache_hs_backend.format.chunk_sources import ChunkSource, ObjectSource
-from lmcache_hs_backend.format.namespace import NamespaceDirectory
+from lmcache_hs_backend.cli import exit_status
+from lmcache_hs_backend.cli.console import Output, bytes_text, confirm, path_text, printable
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, skipped_text
+from lmcache_hs_backend.format.chunk_sources import ObjectSource
+from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
 
 
 class Deletion(NamedTuple):
@@ -25,6 +27,10 @@ class Deletion(NamedTuple):
     size: int
     namespace: NamespaceDirectory
     why: str
+
+
+#: Why files of a namespace are left.
+_IN_USE = "a running engine holds it"
 
 
 @dataclass
@@ -43,36 +49,62 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def remove(
-    source: ChunkSource, deletions: list[Deletion], args: argparse.Namespace, output: Output, skipped: dict[str, int]
+    deletions: list[Deletion],
+    args: argparse.Namespace,
+    output: Output,
+    chunks: ChunkStream,
+    busy: Iterable[NamespaceDirectory] = (),
 ) -> int:
-    """Show, ask, delete, report; the exit status: 1 when something could not be deleted, or was not to be."""
+    """Show, ask, delete, report.
+
+    Args:
+        deletions: The files to delete. Those of namespaces that are in use are left alone.
+        args: With ``dry_run`` and ``yes``.
+        output: Where to report.
+        chunks: How the files were found, for what was skipped on the way.
+        busy: Namespaces in use of which nothing is among ``deletions``, and would be if they were not.
+
+    Returns:
+        The exit status, the same for a dry run: LEFT when anything was left that was to be deleted.
+    """
+    held = {each.directory: each for each in busy}
+    held |= {each.namespace.directory: each.namespace for each in deletions if in_use(each.namespace.directory)}
+    deletions = [file for file in deletions if file.namespace.directory not in held]
     nbytes = sum(file.size for file in deletions)
-    if not output.json and args.dry_run:
-        for file in deletions:
-            output.write(f"{bytes_text(file.size):>10}  {printable(file.path)}  ({file.why})\n")
     outcome = DeletionOutcome()
+    outcome.left += [(label, _IN_USE) for label in sorted(each.label for each in held.values())]
+    if not output.json:
+        for label, _ in outcome.left:
+            output.show(f"in use, left alone: {printable(label)}", style="yellow")
+        if args.dry_run:
+            _print_files(output, chunks.reader.cold_path, deletions)
     refused = False
     if deletions and not args.dry_run:
         if args.yes or confirm(f"Delete {len(deletions):,} files, {bytes_text(nbytes)}?"):
             with output.progress("deleting", len(deletions)) as advance:
-                if isinstance(source, ObjectSource):
-                    outcome = _delete_objects(source, deletions, advance)
+                if isinstance(chunks.reader.source, ObjectSource):
+                    _delete_objects(chunks.reader.source, deletions, outcome, advance)
                 else:
-                    outcome = _delete(deletions, advance)
+                    _delete(deletions, outcome, advance)
         else:
             refused = True
-    _report(deletions, nbytes, args, output, outcome, skipped, refused=refused)
-    return 1 if outcome.left or refused else 0
+    _report(deletions, nbytes, args, output, outcome, dict(chunks.skipped), refused=refused)
+    return exit_status.LEFT if outcome.left or refused else exit_status.DONE
 
 
-def _delete(deletions: Iterable[Deletion], advance: Callable[[int], None]) -> DeletionOutcome:
+def _print_files(output: Output, cold_path: str, deletions: Iterable[Deletion]) -> None:
+    for file in deletions:
+        width = None if output.width is None else max(20, output.width - 16 - len(file.why))
+        path = printable(path_text(file.path, cold_path, width))
+        output.write(f"{bytes_text(file.size):>10}  {path}  ({file.why})\n")
 
+
+def _delete(deletions: Iterable[Deletion], outcome: DeletionOutcome, advance: Callable[[int], None]) -> None:
     from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock  # imports aiofiles
 
     by_namespace: dict[str, list[Deletion]] = defaultdict(list)
     for file in deletions:
         by_namespace[file.namespace.directory].append(file)
-    outcome = DeletionOutcome()
     for directory, files in by_namespace.items():
         label = files[0].namespace.label
         try:
@@ -81,7 +113,7 @@ def _delete(deletions: Iterable[Deletion], advance: Callable[[int], None]) -> De
             outcome.left.append((label, f"cannot be locked: {error.strerror}"))
             continue
         if lock is None:
-            outcome.left.append((label, "a running engine holds it"))
+            outcome.left.append((label, _IN_USE))
             continue
         try:
             for file in files:
@@ -89,15 +121,13 @@ def _delete(deletions: Iterable[Deletion], advance: Callable[[int], None]) -> De
                 advance(1)
         finally:
             lock.close()
-    return outcome
 
 
 def _delete_objects(
-    source: ObjectSource, deletions: Iterable[Deletion], advance: Callable[[int], None]
-) -> DeletionOutcome:
+    source: ObjectSource, deletions: Iterable[Deletion], outcome: DeletionOutcome, advance: Callable[[int], None]
+) -> None:
     """Without a lock: there is none in a bucket, and an object that is gone is a miss to every node."""
     sizes = {file.path: file.size for file in deletions}
-    outcome = DeletionOutcome()
     for urls, why in source.delete(list(sizes)):
         if why:
             outcome.left += [(url, why) for url in urls]
@@ -105,7 +135,6 @@ def _delete_objects(
             outcome.deleted += len(urls)
             outcome.nbytes += sum(sizes[url] for url in urls)
         advance(len(urls))
-    return outcome
 
 
 def _unlink(file: Deletion, outcome: DeletionOutcome) -> None:
@@ -145,7 +174,10 @@ def _report(
         output.dump(figures)
         return
     for what, why in outcome.left:
-        output.show(f"left: {printable(what)}: {why}", style="yellow")
+        if why != _IN_USE:
+            output.show(f"left: {printable(what)}: {why}", style="yellow")
+    if skipped:
+        output.show(skipped_text(skipped), style="yellow")
     if refused:
         output.show("nothing was deleted")
     elif args.dry_run:

@@ -8,7 +8,7 @@ import os
 from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, printable
 from lmcache_hs_backend.cli.inspect.care.removal import Deletion, add_removal_arguments, remove
 from lmcache_hs_backend.cli.inspect.selection import add_filter_arguments, add_path_arguments, choose, open_path
-from lmcache_hs_backend.cli.inspect.stream import ChunkStream
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, file_size
 
 HELP = "delete the chunks that match"
 EXAMPLE = """\
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the beginnings of these chunks' hashes or file names",
     )
     add_filter_arguments(parser)
-    parser.add_argument("--all", action="store_true", help="delete every chunk")
+    parser.add_argument("--all", action="store_true", help="delete every chunk, damaged files included")
     add_removal_arguments(parser)
     add_output_options(parser)
 
@@ -49,15 +49,21 @@ def execute(args: argparse.Namespace) -> int:
     if not chooses and not args.all:
         raise CommandError("say which chunks, with --model, --before, … (see --help), or --all")
     opened = open_path(args)
-    chunks, test = choose(opened, args)
-    deletions = [
-        Deletion(chunk.file.path, chunk.file.size, chunk.namespace, "matches") for chunk in chunks.read() if test(chunk)
-    ]
+    if args.all:
+        chunks = ChunkStream(opened.reader, opened.reader.namespaces)
+        deletions = [Deletion(place.file.path, file_size(place), place.namespace, "all") for place in chunks.places()]
+    else:
+        chunks, test = choose(opened, args)
+        deletions = [
+            Deletion(chunk.file.path, chunk.file.size, chunk.namespace, "matches")
+            for chunk in chunks.read()
+            if test(chunk)
+        ]
     with Output(args) as output:
         if not deletions and not output.json:
             models = ", ".join(sorted({printable(each.model) for each in chunks.namespaces}))
             output.show(f"nothing matches; models here: {models}", style="yellow")
-        return remove(opened.reader.source, deletions, args, output, dict(chunks.skipped))
+        return remove(deletions, args, output, chunks)
 
 
 def _remove_named(args: argparse.Namespace) -> int:
@@ -70,10 +76,7 @@ def _remove_named(args: argparse.Namespace) -> int:
     for place in chunks.places():
         for name, matches in found.items():
             if os.path.basename(place.file.path).startswith(name):
-                size = place.file.size
-                if size < 0:
-                    size = os.lstat(place.file.path).st_size if os.path.lexists(place.file.path) else 0
-                matches[place.file.path] = Deletion(place.file.path, size, place.namespace, "named")
+                matches[place.file.path] = Deletion(place.file.path, file_size(place), place.namespace, "named")
     if not all(found.values()):
         for chunk in chunks.read():
             for name, matches in found.items():
@@ -84,4 +87,4 @@ def _remove_named(args: argparse.Namespace) -> int:
             raise CommandError(f"{len(matches) or 'no'} chunks in {opened.reader.cold_path} begin with {name}")
     with Output(args) as output:
         named = [file for matches in found.values() for file in matches.values()]
-        return remove(opened.reader.source, named, args, output, {})
+        return remove(named, args, output, chunks)

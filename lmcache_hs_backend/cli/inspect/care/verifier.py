@@ -7,11 +7,13 @@ ids, so a chunk that is reached is really the continuation of its parent, and no
 
 from __future__ import annotations
 
-import functools
+import math
 import os
+import random
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +21,12 @@ import xxhash
 
 from lmcache_hs_backend.cli.console import bytes_text
 from lmcache_hs_backend.cli.inspect.care.record_check import RecordCheck
-from lmcache_hs_backend.cli.inspect.stream import ChunkStream
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, file_size
 from lmcache_hs_backend.cli.inspect.workers import in_threads
 from lmcache_hs_backend.format.chunk_file import FileLayer, digest_layers, open_regular, read_header, read_open_header
 from lmcache_hs_backend.format.header import BadChunk, Header, layer_tensor
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
-from lmcache_hs_backend.format.reader import ColdTierReader, Place
+from lmcache_hs_backend.format.reader import STATES, ColdTierReader, Place
 from lmcache_hs_backend.format.shared_names import is_name_of
 
 #: What can be wrong, and what it means.
@@ -55,6 +57,7 @@ _IN_FLIGHT_SEC = 600
 _READERS = 4
 _REQUESTS = 16  # side by side, of objects
 _WHOLE_BYTES = 8 << 20  # an object of up to so many bytes is read by one request
+_HEADER_BYTES = 8192  # a header has seldom more
 
 
 class Finding(NamedTuple):
@@ -66,7 +69,7 @@ class Finding(NamedTuple):
     namespace: NamespaceDirectory | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Link:
     """What the check of chains needs to know of a good chunk."""
 
@@ -78,55 +81,122 @@ class Link:
     path: str
 
 
+@dataclass
+class Tally:
+    """So many chunk files, and their bytes."""
+
+    chunks: int = 0
+    bytes: int = 0
+
+    def add(self, size: int) -> None:
+        self.chunks += 1
+        self.bytes += size
+
+    def minus(self, *others: Tally) -> Tally:
+        """The rest without some others; never below 0, whatever comes and goes meanwhile."""
+        chunks = self.chunks - sum(other.chunks for other in others)
+        return Tally(max(0, chunks), max(0, self.bytes - sum(other.bytes for other in others)))
+
+
+class Extent(NamedTuple):
+    """How much of a cold path one pass is to check.
+
+    Attributes:
+        sample: So many chunk files (an int) or such a share of them (a float) are read whole, drawn evenly. None: all.
+        after: Where an earlier pass stopped: only files after this one are read whole.
+        in_order: Go by names rather than as files lie on disk, so that a later pass can go on from ``Verifier.place``.
+        until: When to stop, by ``time.monotonic()``.
+    """
+
+    sample: int | float | None = None
+    after: FilePlace | None = None
+    in_order: bool = False
+    until: float = math.inf
+
+
+_EVERYTHING = Extent()
+
+#: Where a chunk file is in the order of names: its namespace, the number of its state, its name in hex.
+FilePlace = tuple[str, int, str]
+
 Advance = Callable[[int], None]
+
+#: What a look at a file gives: header, bytes of the file, what is wrong with it.
+Looked = tuple[Header | None, int, BadChunk | None]
+
+
+class _TimeOver(Exception):
+    """The time for a pass has passed."""
 
 
 class Verifier:
-    """One pass over a cold path. ``chunks`` and ``bytes`` count what was looked at, ``skipped`` what was not."""
+    """One pass over a cold path. Call ``find``, then the checks in their order.
 
-    def __init__(self, reader: ColdTierReader) -> None:
-        self.chunks = self.bytes = 0
+    Of files that are not to be read whole (not in the sample, or read by an earlier pass) only the header is read, so
+    that chains are followed over all chunks. When the time is over, the check under way ends early, and those of
+    headers and chains are not to be called any more; ``not_reached`` counts the files that were not looked at.
+
+    Attributes:
+        found: Every chunk file.
+        read: Those that were read whole.
+        headers: Those of which only the header was read.
+        read_before: Those that an earlier pass has read, by ``Extent.after``.
+        skipped: Those that vanished.
+        place: The last file up to which all that were to be read whole have been.
+        time_over: Whether the time was over before everything was checked.
+        chains_followed: Whether chains have been followed, which is what request records are looked up by, too.
+    """
+
+    def __init__(self, reader: ColdTierReader, extent: Extent = _EVERYTHING) -> None:
+        self.found, self.read, self.headers, self.read_before = Tally(), Tally(), Tally(), Tally()
         self.skipped: Counter[str] = Counter()
+        self.place = extent.after
+        self.time_over = self.chains_followed = False
         self.unjudged: list[NamespaceDirectory] = []  # in use: the missing parents may be in RAM
         self.records = {namespace.directory: RecordCheck(reader, namespace) for namespace in reader.namespaces}
         self._reader = reader
-        self._places: list[Place] = []
+        self._extent = extent
+        self._sampled: set[str] | None = None
         self._refused: list[tuple[NamespaceDirectory, str, str]] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
 
-    def find(self) -> int:
-        """Find the files; how many bytes there are to read."""
-        total = 0
-        chunks = ChunkStream(self._reader, self._reader.namespaces)
-        for place in chunks.places():
-            self._places.append(place)
-            total += _size(place)
+    def find(self) -> Tally:
+        """Find the chunk files, and draw the sample; what is to be read whole."""
+        chunks, to_read = self._stream(), Tally()
+        files = self._find(chunks, to_read)
+        if self._extent.sample is None:
+            for _ in files:
+                pass
+        else:
+            drawn = draw(files, self._extent.sample)
+            self._sampled, to_read = set(drawn), Tally(len(drawn), sum(drawn.values()))
         self._refused = chunks.refused
-        return total
+        return to_read
 
-    def check_files(self, advance: Advance) -> Iterator[Finding]:
-        """Every chunk file, rows included; then everything else that lies about."""
+    def _find(self, chunks: ChunkStream, to_read: Tally) -> Iterator[tuple[str, int]]:
+        """Count all files; those that are to be read whole unless there is a sample."""
+        for place in chunks.places():
+            size = file_size(place)
+            self.found.add(size)
+            if self._was_read(place):
+                self.read_before.add(size)
+            else:
+                to_read.add(size)
+                yield place.file.path, size
+
+    @property
+    def not_reached(self) -> Tally:
+        """Files that were not looked at because the time was over."""
+        if not self.time_over:
+            return Tally()
+        return self.found.minus(self.read, self.headers, self.read_before, Tally(sum(self.skipped.values())))
+
+    def check_rest(self) -> Iterator[Finding]:
+        """What is no chunk in its place: directories that cannot be used or listed, left-overs, foreign files."""
         for directory, why in self._reader.left_out:
-            yield Finding("namespace", directory, why, None)
+            yield Finding("namespace", directory, _without(directory, why), None)
         for namespace, path, why in self._refused:
             yield Finding("unreadable", path, why, namespace)
-        readers = _READERS if self._reader.source.is_local else _REQUESTS
-        looked = in_threads(functools.partial(look, self._reader.files), self._places, readers)
-        for place, (header, size, wrong) in zip(self._places, looked, strict=True):
-            advance(size)
-            if wrong is not None and wrong.reason == "vanished":
-                self.skipped["vanished"] += 1
-                continue
-            self.chunks += 1
-            self.bytes += size
-            if wrong is not None:
-                yield Finding(wrong.reason, place.file.path, str(wrong), place.namespace)
-            elif header is not None:
-                meta = header.meta
-                end = meta.start + meta.num_tokens
-                self._links[place.namespace.directory].append(
-                    Link(meta.chunk_hash, meta.parent, meta.prefix, meta.start, end, place.file.path)
-                )
         now = time.time_ns()
         known = {each.directory for each in self._reader.namespaces} | {
             each.directory for each in self._reader.left_out
@@ -140,6 +210,64 @@ class Verifier:
                     continue
                 yield Finding(stray.kind, stray.path, KINDS[stray.kind], namespace)
 
+    def check_rows(self, advance: Advance) -> Iterator[Finding]:
+        """Read files whole, and compare every checksum. ``advance`` is called with the bytes of each."""
+        for place, looked in self._looks(self._to_read(), rows=True):
+            advance(looked[1])
+            if self._extent.in_order:
+                self.place = _place_of(place)
+            yield from self._judge(place, looked, self.read)
+
+    def check_headers(self, advance: Advance) -> Iterator[Finding]:
+        """Read the headers of the other files. ``advance`` is called with 1 for each."""
+        if self._sampled is None and self._extent.after is None:
+            return
+        others = (place for place in self._stream().places() if not self._is_to_read(place))
+        for place, looked in self._looks(others, rows=False):
+            advance(1)
+            # Those that an earlier pass has read are counted as such already.
+            yield from self._judge(place, looked, Tally() if self._was_read(place) else self.headers)
+
+    def _stream(self) -> ChunkStream:
+        namespaces = sorted(self._reader.namespaces, key=lambda namespace: namespace.label)
+        return ChunkStream(self._reader, namespaces, by_name=self._extent.in_order)
+
+    def _was_read(self, place: Place) -> bool:
+        return self._extent.after is not None and _place_of(place) <= self._extent.after
+
+    def _is_to_read(self, place: Place) -> bool:
+        if self._sampled is not None:
+            return place.file.path in self._sampled
+        return not self._was_read(place)
+
+    def _to_read(self) -> Iterator[Place]:
+        return (place for place in self._stream().places() if self._is_to_read(place))
+
+    def _looks(self, places: Iterator[Place], *, rows: bool) -> Iterator[tuple[Place, Looked]]:
+        readers = _READERS if self._reader.source.is_local else _REQUESTS
+        files = self._reader.files
+        for place, looked in in_threads(lambda place: (place, look(files, place, rows=rows)), places, readers):
+            yield place, looked
+            if time.monotonic() >= self._extent.until:
+                self.time_over = True
+                return
+
+    def _judge(self, place: Place, looked: Looked, tally: Tally) -> Iterator[Finding]:
+        header, size, wrong = looked
+        if wrong is not None and wrong.reason == "vanished":
+            self.skipped["vanished"] += 1
+            return
+        tally.add(size)
+        if wrong is not None:
+            yield Finding(wrong.reason, place.file.path, str(wrong), place.namespace)
+        elif header is not None:
+            meta = header.meta
+            end = meta.start + meta.num_tokens
+            chunk_hash, parent = sys.intern(meta.chunk_hash), sys.intern(meta.parent)  # each is named more than once
+            self._links[place.namespace.directory].append(
+                Link(chunk_hash, parent, meta.prefix, meta.start, end, place.file.path)
+            )
+
     def check_records(self) -> Iterator[Finding]:
         """The request records. Whether their rows are here is known when the chains have been checked."""
         for namespace in self._reader.namespaces:
@@ -152,6 +280,13 @@ class Verifier:
 
     def check_chains(self, advance: Advance) -> Iterator[Finding]:
         """Every chunk must be reached from a first chunk. Of those that are not, the first of each branch."""
+        try:
+            yield from self._check_chains(advance)
+            self.chains_followed = True
+        except _TimeOver:
+            self.time_over = True
+
+    def _check_chains(self, advance: Advance) -> Iterator[Finding]:
         for namespace in self._reader.namespaces:
             links = self._links.pop(namespace.directory, [])
             roots = [link for link in links if not link.parent and not link.start]
@@ -174,6 +309,8 @@ class Verifier:
         """Mark what continues a first chunk, digest by digest. False when the first one already fails."""
         waiting = [(root, xxhash.xxh3_128())]
         while waiting:
+            if time.monotonic() >= self._extent.until:
+                raise _TimeOver
             link, before = waiting.pop()
             try:
                 token_ids = read_header(self._reader.files, link.path).token_ids
@@ -214,11 +351,36 @@ class Verifier:
             yield Finding("orphan", link.path, f"its parent {link.parent} {why}{after}", namespace)
 
 
-def look(files: FileLayer, place: Place) -> tuple[Header | None, int, BadChunk | None]:
-    """A chunk's header, the bytes of its file, and what is wrong with it: "vanished" where it is not there."""
+def draw(files: Iterable[tuple[str, int]], amount: int | float) -> dict[str, int]:
+    """Some of the files that go by, evenly: so many (an int), or such a share of them (a float) and at least one."""
+    drawn: list[tuple[str, int]] = []
+    chosen = random.Random()
+    offset = chosen.random()
+    number, file = 0, None
+    for number, file in enumerate(files):
+        if isinstance(amount, float):  # at equal distances, from a random one on
+            if math.floor((number + 1) * amount + offset) > math.floor(number * amount + offset):
+                drawn.append(file)
+        elif number < amount:
+            drawn.append(file)
+        elif (at := chosen.randrange(number + 1)) < amount:
+            drawn[at] = file
+    if not drawn and file is not None:
+        drawn.append(file)
+    return dict(drawn)
+
+
+def look(files: FileLayer, place: Place, *, rows: bool = True) -> Looked:
+    """A chunk's header, the bytes of its file, and what is wrong with it: "vanished" where it is not there.
+
+    Args:
+        files: Opens it.
+        place: Where it is.
+        rows: Whether to read the rows as well, and compare their checksums.
+    """
     path = place.file.path
     try:
-        files.will_read(path, min(place.file.size, _WHOLE_BYTES))
+        files.will_read(path, min(place.file.size, _WHOLE_BYTES if rows else _HEADER_BYTES))
         fd, info = open_regular(files, path)
     except BadChunk as wrong:
         return None, 0, wrong
@@ -227,7 +389,7 @@ def look(files: FileLayer, place: Place) -> tuple[Header | None, int, BadChunk |
     except OSError as error:
         return None, 0, BadChunk("unreadable", str(error.strerror))
     try:
-        return check_open(files, fd, info.st_size, place), info.st_size, None
+        return check_open(files, fd, info.st_size, place, rows=rows), info.st_size, None
     except BadChunk as wrong:
         return None, info.st_size, wrong
     except OSError as error:
@@ -236,26 +398,26 @@ def look(files: FileLayer, place: Place) -> tuple[Header | None, int, BadChunk |
         files.close(fd)
 
 
-def check_open(files: FileLayer, fd: int, size: int, place: Place) -> Header:
-    """Judge an open chunk file, rows included. Raises BadChunk or OSError."""
+def check_open(files: FileLayer, fd: int, size: int, place: Place, *, rows: bool = True) -> Header:
+    """Judge an open chunk file, with or without its rows. Raises BadChunk or OSError."""
     header = read_open_header(files, fd, size, brief=True)
     if not is_name_of(header.meta, place.file.name):
         raise BadChunk("key", f"it holds the chunk {header.meta.key[:200]!r}")
     if header.meta.model != place.namespace.model:
         raise BadChunk("model", f"it is of model {header.meta.model[:200]!r}")
-    for layer, checksum in digest_layers(files, fd, header.layout):
+    for layer, checksum in digest_layers(files, fd, header.layout) if rows else ():
         if checksum != header.checksums.get(layer_tensor(layer.layer_idx)):
             raise BadChunk("checksum", f"the bytes of {layer_tensor(layer.layer_idx)} do not match their checksum")
     return header
 
 
-def _size(place: Place) -> int:
-    if place.file.size >= 0:
-        return place.file.size
-    try:
-        return os.lstat(place.file.path).st_size
-    except OSError:
-        return 0
+def _place_of(place: Place) -> FilePlace:
+    return place.namespace.label, STATES.index(place.state), place.file.name.hex()
+
+
+def _without(directory: str, text: str) -> str:
+    """A text about a directory without its path, which stands beside it."""
+    return text.replace(directory + ": ", "").replace(directory + "/", "")
 
 
 def summary(findings: list[Finding]) -> dict[str, int]:

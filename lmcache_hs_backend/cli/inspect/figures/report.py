@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hs_backend import __version__
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.arguments import at_least
 from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, bytes_text, printable
 from lmcache_hs_backend.cli.inspect.figures.plots import COLOURS, NOTHING, areas, bars, lines
@@ -120,7 +121,7 @@ def execute(args: argparse.Namespace) -> int:
             for layer, what in survey.anomalies():
                 output.show(f"{printable(layer.model)} layer {layer.layer}: {what}", style="red")
             output.show(f"wrote {args.out}, with the rows of {survey.sampled:,} chunks")
-    return 0
+    return exit_status.DONE
 
 
 def _save(path: str, page: str) -> None:

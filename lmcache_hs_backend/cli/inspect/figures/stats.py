@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.console import (
     CommandError,
     Output,
@@ -64,7 +65,7 @@ def execute(args: argparse.Namespace) -> int:
             _print(output, figures)
     if failed is not None:
         raise failed
-    return 0
+    return exit_status.DONE
 
 
 class _Tally:
@@ -244,7 +245,7 @@ def _print(output: Output, figures: dict[str, Any]) -> None:
         parts.append(f"{used / figures['limit_bytes']:.1%} of the limit of {bytes_text(figures['limit_bytes'])}")
     if figures["skipped"]:
         parts.append(skipped_text(figures["skipped"]))
-    output.show(", ".join(parts), style="bold")
+    output.listed(parts, style="bold")
 
 
 def _figure_text(name: str, value: float) -> str:
