@@ -76,7 +76,7 @@ class TestShow:
         data = bytearray(prompt.files[0].read_bytes())
         data[-2:] = b"\x80\x7f"  # bfloat16 infinity
         prompt.files[0].write_bytes(data)
-        [figures] = inspect_json("show", prompt.hashes[0], cold)["layer_figures"]
+        [figures] = inspect_json("show", prompt.hashes[0], cold, status=1)["layer_figures"]
         assert (figures["non_finite"], figures["checksum_ok"]) == (1, False)
         assert "WRONG" in inspect("show", prompt.hashes[0], cold).stdout
 
