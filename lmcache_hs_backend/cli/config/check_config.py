@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from lmcache_hs_backend.cli import exit_status
-from lmcache_hs_backend.cli.config.verdict import Problem, Verdict, check
 from lmcache_hs_backend.cli.config.verdict import Remark, Verdict, check
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text
 from lmcache_hs_backend.config import ADVANCED
