@@ -114,16 +114,18 @@ _READ = """() => {
       table => [...table.querySelectorAll('tbody tr')].map(row => [...row.cells].map(text))),
     bars: Object.fromEntries([...document.querySelectorAll('figure:has(.bars)')].map(figure => [
       text(figure.querySelector('figcaption')),
-      [...figure.querySelectorAll('.bars svg')].map(svg => [
-        text(svg.previousElementSibling), text(svg.nextElementSibling), size(svg.querySelector('rect'))[0],
-        size(svg)[0]])])),
+      [...figure.querySelectorAll('.bars .bar')].map(bar => [
+        text(bar.parentElement.previousElementSibling), text(bar.parentElement.nextElementSibling), size(bar)[0],
+        size(bar.parentElement)[0]])])),
     charts: [...document.querySelectorAll('figure:has(.chart)')].map(figure => ({
       title: text(figure.querySelector('figcaption')),
       legend: [...figure.querySelectorAll('.legend span')].map(text),
       ticks: [...figure.querySelectorAll('.chart text')].map(text),
-      marks: [...figure.querySelectorAll('.chart polygon, .chart polyline')].map(size),
+      marks: [...figure.querySelectorAll(
+        '.chart path[style*="--s"]:not(defs *), .chart use[style*="fill: var(--s"]:not([style*="stroke"])')].map(size),
     })),
-    anomalies: [...document.querySelectorAll('.verdict li')].map(text),
+    anomalies: [...document.querySelectorAll('.verdict .anomalies li')].map(text),
+    unseen: [...document.querySelectorAll('.verdict .unseen li')].map(text),
   };
 }"""
 
@@ -154,10 +156,15 @@ _LOOK = """() => {
   const contrast = colour => { const other = light(colour);
     return (Math.max(ground, other) + 0.05) / (Math.min(ground, other) + 0.05); };
   const ink = node => getComputedStyle(node)[node.closest('.chart') ? 'fill' : 'color'];
-  const marks = [...document.querySelectorAll('rect, polygon:not(.band), polyline, circle')];
-  const paint = node => getComputedStyle(node)[node.tagName === 'polyline' ? 'stroke' : 'fill'];
+  const marks = [...document.querySelectorAll(
+    '.bar, .legend i, .chart path[style*="--s"]:not(defs *), .chart use')].filter(node =>
+    node.style.fillOpacity === '' && !node.style.fill.includes('--line'));
+  const paint = node => node.closest('.chart') ?
+    getComputedStyle(node)[node.style.fill === 'none' ? 'stroke' : 'fill'] : getComputedStyle(node).backgroundColor;
+  const hints = [...document.querySelectorAll('.scroll')].map(
+    node => node.scrollWidth > node.clientWidth + 1 ? shown(node.previousElementSibling).height > 0 : true);
   return {
-    width: document.documentElement.scrollWidth, edge, ground,
+    width: document.documentElement.scrollWidth, edge, ground, hints,
     smallest: Math.min(...leaves.map(type)),
     clipped: clipped.map(node => node.textContent), cut: cut.map(node => node.textContent.slice(0, 40)), overlaps,
     contrast: Math.min(...leaves.map(node => contrast(ink(node)))),
@@ -201,7 +208,7 @@ def compare(checks: Checks, page: dict[str, Any], stats: dict[str, Any], report:
         "sequences": f"{total['sequences']:,}",
         "dedup factor": f"{total['dedup_factor']:.2f}",
         "chunks archived": f"{total['archived_chunks']:,}",
-        "bad files set aside": f"{total['quarantined_files']:,}",
+        "files in quarantine": f"{total['quarantined_files']:,}",
         "could not be read": f"{sum(stats['skipped'].values()):,}",
         f"of the limit of {size_text(stats['limit_bytes'])}": f"{used:.1%}",
     }
@@ -262,6 +269,11 @@ def compare(checks: Checks, page: dict[str, Any], stats: dict[str, Any], report:
     checks.equal("norms: every layer is in a legend", drawn, [f"layer {layer['layer']}" for layer in report["layers"]])
     named = [f"{a['model']}, layer {a['layer']}: {a['what']}" for a in report["anomalies"]]
     checks.equal("anomalies are those of the report's JSON", page["anomalies"], named)
+    unseen = [
+        f"{total['quarantined_files']} files in quarantine, {size_text(total['quarantined_bytes'])}",
+        "1 files or directories could not be read (size 1)",
+    ]
+    checks.equal("what the page does not speak for is named", page["unseen"], unseen)
     for model, layer, word in (
         (THINKER, 7, "not finite"), (THINKER, 15, "constant"), (TALKER, -1, "dead layer"),
     ):  # fmt: skip
@@ -279,7 +291,11 @@ def look(checks: Checks, page: Page, where: str, *, smallest: float, scrolling_t
     checks.hold(f"{where}: contrast of text {seen['contrast']:.1f}, at least 4.5", seen["contrast"] >= 4.5, seen)
     checks.hold(f"{where}: contrast of marks {seen['marks']:.1f}, at least 3", seen["marks"] >= 3, seen)
     checks.hold(f"{where}: the ground is {'dark' if dark else 'light'}", (seen["ground"] < 0.2) == dark, seen["ground"])
-    if not scrolling_tables:
+    if scrolling_tables:
+        checks.hold(
+            f"{where}: a table that is cut off says that it scrolls", all(seen["hints"]) and bool(seen["cut"]), seen
+        )
+    else:
         checks.hold(f"{where}: tables are shown whole", not seen["cut"], seen["cut"])
 
 

@@ -30,7 +30,7 @@ if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
     "${PYTHON:-python3}" -m venv "$venv"
     # torch first and pinned: left to a dependency, pip would bring the CUDA build, gigabytes of it.
     "$venv/bin/pip" install -q torch==2.13.0
-    "$venv/bin/pip" install -q playwright==1.65.2 numpy -e "$root"
+    "$venv/bin/pip" install -q playwright==1.65.2 numpy -e "$root[report]"
     echo "$stamp" >"$venv/stamp"
 fi
 

@@ -49,6 +49,7 @@ package = Path(lmcache_hs_backend.__file__).parent
 assert "site-packages" in package.parts, package
 assert importlib.metadata.version("lmcache-hs-backend") == lmcache_hs_backend.__version__
 assert (package / "py.typed").is_file()
+assert (package / "cli/inspect/figures/templates/report.html.jinja").is_file(), "the page of `report`"
 files = {str(file) for file in importlib.metadata.files("lmcache-hs-backend")}
 assert not any(file.startswith(("tests/", "benchmarks/", "scripts/", "docs/")) for file in files), "more than the package"
 print("version", lmcache_hs_backend.__version__, "with", len(files), "files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +13,10 @@ import torch
 
 from lmcache_hs_backend.format import chunk_file
 from tests.support.cold_paths import CHUNK, HIDDEN, add_prompt, file_bytes, namespace, tokens_of
-from tests.support.inspecting import fails, inspect, inspect_json
+from tests.support.inspecting import blocking, fails, inspect, inspect_json
+
+SVG = "{http://www.w3.org/2000/svg}"
+XLINK = "{http://www.w3.org/1999/xlink}"
 
 
 @pytest.fixture
@@ -39,6 +43,21 @@ class Page(html.parser.HTMLParser):
         self.words = ""
         self.feed(text)
         self.charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<figure.*?</figure>", text, re.DOTALL)]
+
+    @staticmethod
+    def drawn(chart: ElementTree.Element, colour: int) -> list[list[tuple[float, float]]]:
+        """The corners of everything in a chart that has the colour of a series: areas, bands, lines."""
+        paths = list(chart.iter(f"{SVG}path"))
+        referred_to = {path.attrib["id"]: path.attrib["d"] for path in paths if "id" in path.attrib}
+        shapes = [(path, path.attrib["d"], 0.0, 0.0) for path in paths if "id" not in path.attrib]
+        for use in chart.iter(f"{SVG}use"):
+            outline = referred_to[use.attrib[f"{XLINK}href"].removeprefix("#")]
+            shapes.append((use, outline, float(use.attrib["x"]), float(use.attrib["y"])))
+        return [
+            [(float(x) + left, float(y) + top) for x, y in re.findall(r"[ML] (\S+) (\S+)", outline)]
+            for shape, outline, left, top in shapes
+            if f"var(--s{colour})" in shape.attrib.get("style", "")
+        ]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -118,8 +137,7 @@ def test_anomalies_are_found(cold: Path, tmp_path: Path) -> None:
 def test_rows_of_zeros_and_a_single_moment_can_be_drawn(cold: Path, tmp_path: Path) -> None:
     prompt = add_prompt(namespace(cold), tokens_of(CHUNK))
     page, _ = report(cold, tmp_path)
-    [area] = page.charts[0].iter("polygon")
-    corners = [tuple(map(float, place.split(","))) for place in area.attrib["points"].split()]
+    [corners] = page.drawn(page.charts[0], 0)
     assert max(x for x, _ in corners) - min(x for x, _ in corners) > 50
     replace_rows(prompt.files[0], {0: torch.zeros(CHUNK, HIDDEN)})
     page, _ = report(cold, tmp_path)
@@ -134,9 +152,9 @@ def test_the_largest_rows_that_are_finite_can_be_drawn(cold: Path, tmp_path: Pat
     replace_rows(prompt.files[0], {0: rows})
     page, result = report(cold, tmp_path)
     assert result["layers"][0]["norms_by_position"][0]["median"] == pytest.approx(3.4028e38 * HIDDEN**0.5, rel=1e-3)
-    numbers = [place for line in page.charts[-1].iter("polyline") for place in line.attrib["points"].split()]
-    assert len(numbers) == 7
-    assert all(0 <= float(number) <= 460 for place in numbers for number in place.split(","))
+    drawn = page.drawn(page.charts[-1], 0)
+    assert [len(shape) for shape in drawn if len(shape) == 7] == [7], "the line of medians"
+    assert all(0 <= x <= 460 and 0 <= y <= 250 for shape in drawn for x, y in shape)
 
 
 def test_more_layers_than_colours_are_shared_out_among_charts(cold: Path, tmp_path: Path) -> None:
@@ -167,3 +185,46 @@ def test_trouble_is_one_line(cold: Path, tmp_path: Path) -> None:
     assert "--sample is -1" in fails("report", cold, "--sample", "-1")
     page, _ = report(cold, tmp_path)  # a cold path without a chunk
     assert "Nothing to show." in page.words
+
+
+def test_what_is_missing_to_make_it_is_one_line_before_anything_is_read(cold: Path, tmp_path: Path) -> None:
+    for missing, named in (
+        (("jinja2",), "Jinja2, which is"),
+        (("jinja2", "matplotlib"), "Jinja2 and matplotlib, which are"),
+    ):
+        env = blocking(tmp_path / "blocker", *missing)
+        line = fails("report", tmp_path / "no-such-path", "--out", tmp_path / "page.html", env=env)
+        assert f"report needs {named} not installed: pip install 'lmcache-hs-backend[report]'" in line
+
+
+def test_the_template_is_data_of_the_package() -> None:
+    """What is not named in pyproject.toml is in no wheel; scripts/smoke_wheel.sh makes a report with one."""
+    root = Path(__file__).resolve().parents[2]
+    found = re.search(r"^lmcache_hs_backend = (\[.*\])$", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    declared = {path for pattern in json.loads(found[1]) for path in (root / "lmcache_hs_backend").glob(pattern)}
+    package = root / "lmcache_hs_backend"
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert declared == others
+
+
+def test_a_table_that_is_wider_than_a_phone_says_so(cold: Path, tmp_path: Path) -> None:
+    add_prompt(namespace(cold), tokens_of(CHUNK))
+    page, _ = report(cold, tmp_path)
+    assert page.words.count("swipe for more columns") == page.tags.count("table") == 2
+
+
+def test_a_chart_has_round_ticks_that_say_where_it_is() -> None:
+    from lmcache_hs_backend.cli.inspect.figures import charts
+
+    def ticks(svg: str) -> list[str]:
+        return re.findall(r">([^<>]+)</text>", svg)
+
+    day = 86400
+    for seconds, expected in ((7200, "22:30"), (3 * day, "11-15"), (30 * day, "12-01"), (300 * day, "2024-04")):
+        grown = charts.areas({"model": [(1_700_000_000, 5 << 20), (1_700_000_000 + seconds, 9 << 20)]})
+        assert expected in ticks(grown), ticks(grown)
+        assert {"0 B", "5 MB", "10 MB"} <= {*ticks(grown)}
+    assert ticks(charts.lines([[charts.Spread(0, 4.1, 4.2, 4.3)]])) == ["0", "2", "5"]
+    wide = charts.lines([[charts.Spread(0, 4.1, 4.2, 4.3), charts.Spread(8, 900, 950, 970)]])
+    assert [tick for tick in ticks(wide) if tick.startswith("1")] == ["1", "10", "100", "1,000"]

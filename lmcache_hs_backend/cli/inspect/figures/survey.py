@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lmcache_hs_backend.cli.inspect.figures.plots import Spread
+from lmcache_hs_backend.cli.inspect.figures.charts import Spread
 from lmcache_hs_backend.cli.inspect.row_figures import as_tensor, read_rows
 from lmcache_hs_backend.cli.inspect.stream import ReadableChunk
 from lmcache_hs_backend.format.chunk_file import FileLayer
