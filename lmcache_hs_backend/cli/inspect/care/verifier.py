@@ -8,7 +8,6 @@ ids, so a chunk that is reached is really the continuation of its parent, and no
 from __future__ import annotations
 
 import math
-import os
 import random
 import sys
 import time
