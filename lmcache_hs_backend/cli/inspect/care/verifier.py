@@ -81,7 +81,7 @@ class Link:
 
 
 @dataclass
-class Tally:
+class FilesAndBytes:
     """So many chunk files, and their bytes."""
 
     chunks: int = 0
@@ -91,10 +91,10 @@ class Tally:
         self.chunks += 1
         self.bytes += size
 
-    def minus(self, *others: Tally) -> Tally:
+    def minus(self, *others: FilesAndBytes) -> FilesAndBytes:
         """The rest without some others; never below 0, whatever comes and goes meanwhile."""
         chunks = self.chunks - sum(other.chunks for other in others)
-        return Tally(max(0, chunks), max(0, self.bytes - sum(other.bytes for other in others)))
+        return FilesAndBytes(max(0, chunks), max(0, self.bytes - sum(other.bytes for other in others)))
 
 
 class Extent(NamedTuple):
@@ -147,7 +147,12 @@ class Verifier:
     """
 
     def __init__(self, reader: ColdTierReader, extent: Extent = _EVERYTHING) -> None:
-        self.found, self.read, self.headers, self.read_before = Tally(), Tally(), Tally(), Tally()
+        self.found, self.read, self.headers, self.read_before = (
+            FilesAndBytes(),
+            FilesAndBytes(),
+            FilesAndBytes(),
+            FilesAndBytes(),
+        )
         self.skipped: Counter[str] = Counter()
         self.place = extent.after
         self.time_over = self.chains_followed = False
@@ -159,20 +164,20 @@ class Verifier:
         self._refused: list[tuple[NamespaceDirectory, str, str]] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
 
-    def find(self) -> Tally:
+    def find(self) -> FilesAndBytes:
         """Find the chunk files, and draw the sample; what is to be read whole."""
-        chunks, to_read = self._stream(), Tally()
+        chunks, to_read = self._stream(), FilesAndBytes()
         files = self._find(chunks, to_read)
         if self._extent.sample is None:
             for _ in files:
                 pass
         else:
             drawn = draw(files, self._extent.sample)
-            self._sampled, to_read = set(drawn), Tally(len(drawn), sum(drawn.values()))
+            self._sampled, to_read = set(drawn), FilesAndBytes(len(drawn), sum(drawn.values()))
         self._refused = chunks.refused
         return to_read
 
-    def _find(self, chunks: ChunkStream, to_read: Tally) -> Iterator[tuple[str, int]]:
+    def _find(self, chunks: ChunkStream, to_read: FilesAndBytes) -> Iterator[tuple[str, int]]:
         """Count all files; those that are to be read whole unless there is a sample."""
         for place in chunks.places():
             size = file_size(place)
@@ -184,11 +189,11 @@ class Verifier:
                 yield place.file.path, size
 
     @property
-    def not_reached(self) -> Tally:
+    def not_reached(self) -> FilesAndBytes:
         """Files that were not looked at because the time was over."""
         if not self.time_over:
-            return Tally()
-        return self.found.minus(self.read, self.headers, self.read_before, Tally(sum(self.skipped.values())))
+            return FilesAndBytes()
+        return self.found.minus(self.read, self.headers, self.read_before, FilesAndBytes(sum(self.skipped.values())))
 
     def check_rest(self) -> Iterator[Finding]:
         """What is no chunk in its place: directories that cannot be used or listed, left-overs, foreign files."""
@@ -225,7 +230,7 @@ class Verifier:
         for place, looked in self._looks(others, rows=False):
             advance(1)
             # Those that an earlier pass has read are counted as such already.
-            yield from self._judge(place, looked, Tally() if self._was_read(place) else self.headers)
+            yield from self._judge(place, looked, FilesAndBytes() if self._was_read(place) else self.headers)
 
     def _stream(self) -> ChunkStream:
         namespaces = sorted(self._reader.namespaces, key=lambda namespace: namespace.label)
@@ -251,7 +256,7 @@ class Verifier:
                 self.time_over = True
                 return
 
-    def _judge(self, place: Place, looked: Looked, tally: Tally) -> Iterator[Finding]:
+    def _judge(self, place: Place, looked: Looked, tally: FilesAndBytes) -> Iterator[Finding]:
         header, size, wrong = looked
         if wrong is not None and wrong.reason == "vanished":
             self.skipped["vanished"] += 1
