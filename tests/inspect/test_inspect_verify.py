@@ -312,7 +312,7 @@ class TestFixing:
         fresh.write_bytes(good)
         fresh.rename(path)  # an engine publishes a good one
         [found] = ColdTierReader(str(cold)).namespaces
-        assert repair._set_aside(str(path), judged, found, "checksum") == "replaced meanwhile"
+        assert repair._quarantine(str(path), judged, found, "checksum") == "replaced meanwhile"
         assert path.read_bytes() == good
         assert list((directory / "quarantine").iterdir()) == []
 

@@ -29,6 +29,7 @@ class Node(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The token after its last one."""
         return self.start + self.tokens
 
 
@@ -65,6 +66,7 @@ class NamespaceForest(ChunkForest[Node]):
 
     @property
     def stored_tokens(self) -> int:
+        """Tokens of all chunks, each counted once."""
         return sum(node.tokens for node in self.chunks)
 
     @property

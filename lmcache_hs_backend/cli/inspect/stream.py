@@ -35,6 +35,7 @@ class ReadableChunk(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The token after its last one."""
         return self.header.meta.start + self.header.meta.num_tokens
 
     @property
@@ -44,6 +45,7 @@ class ReadableChunk(NamedTuple):
 
     @property
     def hidden_dim(self) -> int | list[int]:
+        """Elements of a row; one for each layer where they differ."""
         return _one_or_all([layer.hidden_dim for layer in self.header.layout.layers])
 
     def record(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _in_order(pool: Executor, function: Callable[[T], R], items: Iterator[T], ah
 
 
 def _begin() -> None:
-    """In a new process: Ctrl-C is its parent's business, and it ends when its parent does, however that ends."""
+    """Prepare a new process: it ignores Ctrl-C, which its parent handles, and ends when its parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -47,6 +47,7 @@ _FLUSH_SEC = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``list``."""
     add_path_arguments(parser)
     add_filter_arguments(parser)
     order = parser.add_argument_group("order")
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    """List the chunks that the options choose; the exit status."""
     opened = open_path(args)
     chunks, test = choose(opened, args)
     with Output(args) as output:
@@ -79,6 +81,7 @@ class ListSummary:
         self.chunks = self.tokens = self.bytes = 0
 
     def add(self, chunk: ReadableChunk) -> None:
+        """Count a chunk."""
         self.chunks += 1
         self.tokens += chunk.header.meta.num_tokens
         self.bytes += chunk.file.size

@@ -35,6 +35,7 @@ _SHOWN_IDS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``show``."""
     parser.add_argument("chunk", metavar="CHUNK", help="the beginning of a chunk hash or of a file's name")
     add_path_arguments(parser)
     parser.add_argument("--namespace", metavar="PREFIX", help="look only in namespaces that begin with PREFIX")
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Show one chunk; the exit status."""
     if args.cold_path is not None and _is_place(args.chunk) and not _is_place(args.cold_path):
         args.chunk, args.cold_path = args.cold_path, args.chunk  # the order of every other command
     opened = open_path(args)

@@ -29,6 +29,7 @@ _SHOWN_TEXT = 48
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``tree``."""
     add_path_arguments(parser)
     parser.add_argument("--namespace", metavar="PREFIX", help="only namespaces whose directory begins with PREFIX")
     parser.add_argument(
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Show the chunks of each namespace as a tree; the exit status."""
     opened = open_path(args)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     namespaces = namespaces_of(opened, args.namespace)

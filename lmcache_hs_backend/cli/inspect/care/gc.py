@@ -1,4 +1,4 @@
-"""``lmcache-hs-inspect gc``: delete what nobody needs any more."""
+"""``lmcache-hs-inspect gc``: delete what is not needed any more."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``gc``."""
     add_path_arguments(parser)
     parser.add_argument(
         "--keep", metavar="PREFIX", action="append", help="delete namespaces that do not begin so (repeatable)"
@@ -57,6 +58,7 @@ _File = tuple[FileClass, FoundFile, NamespaceDirectory]
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Delete what the options choose by names, sizes and times; the exit status."""
     opened = open_path(args)
     namespaces = opened.reader.namespaces
     for prefix in args.keep or ():

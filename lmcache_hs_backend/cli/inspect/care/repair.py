@@ -1,4 +1,4 @@
-"""Setting aside what is wrong, beside a running engine: by renaming, never by deleting.
+"""Moving what is wrong to the quarantine, beside a running engine: by renaming, never by deleting.
 
 A file is moved only when it has been judged bad once more, through a descriptor that stays open until it
 has been moved; and when the thing that was moved turns out not to be the thing that was judged, because an
@@ -22,7 +22,7 @@ from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import Place
 from lmcache_hs_backend.format.url_files import is_url
 
-#: A chunk file that has one of these is bad for whoever reads it, and safe to move under an engine.
+#: A chunk file that has one of these is bad for every reader, and safe to move under an engine.
 BAD_FILE = ("header", "version", "size", "short", "type", "checksum", "key", "model")
 #: These are moved only where no engine is.
 NEEDS_LOCK = ("misplaced", "temporary", "prefix")
@@ -74,16 +74,16 @@ def _deal_with(finding: Finding, *, busy: bool) -> tuple[bool, str]:
     assert finding.namespace is not None
     try:
         if finding.kind in BAD_FILE:
-            return _set_aside_if_bad(finding, finding.namespace)
+            return _quarantine_if_bad(finding, finding.namespace)
         info = os.lstat(finding.path)
-        return True, _set_aside(finding.path, info, finding.namespace, finding.kind)
+        return True, _quarantine(finding.path, info, finding.namespace, finding.kind)
     except FileNotFoundError:
         return True, "gone meanwhile"
     except OSError as error:
         return False, f"cannot be moved: {error.strerror}"
 
 
-def _set_aside_if_bad(finding: Finding, namespace: NamespaceDirectory) -> tuple[bool, str]:
+def _quarantine_if_bad(finding: Finding, namespace: NamespaceDirectory) -> tuple[bool, str]:
     name = bytes.fromhex(os.path.basename(finding.path)[:32])
     place = Place(namespace, "", ChunkPath(finding.path, name))
     try:
@@ -92,18 +92,18 @@ def _set_aside_if_bad(finding: Finding, namespace: NamespaceDirectory) -> tuple[
         info = os.lstat(finding.path)
         if stat.S_ISREG(info.st_mode):
             return True, "good by now"
-        return True, _set_aside(finding.path, info, namespace, "type")
+        return True, _quarantine(finding.path, info, namespace, "type")
     try:
         try:
             check_open(_FILES, fd, info.st_size, place)
         except BadChunk as wrong:
-            return True, _set_aside(finding.path, info, namespace, wrong.reason)
+            return True, _quarantine(finding.path, info, namespace, wrong.reason)
         return True, "good by now"
     finally:
         os.close(fd)
 
 
-def _set_aside(path: str, judged: os.stat_result, namespace: NamespaceDirectory, reason: str) -> str:
+def _quarantine(path: str, judged: os.stat_result, namespace: NamespaceDirectory, reason: str) -> str:
     """Move a file to the quarantine of its namespace, under the name that the store would give it."""
     folder = os.path.join(namespace.directory, QUARANTINE)
     with contextlib.suppress(FileExistsError):

@@ -25,6 +25,7 @@ _FILTERS = ("model", "namespace", "layer", "state", "since", "before", "min_toke
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``rm``."""
     add_path_arguments(parser)
     parser.add_argument(
         "chunk",
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Delete chunks, those named or those that the options choose; the exit status."""
     chooses = any(getattr(args, name) is not None for name in _FILTERS)
     if args.chunk and (chooses or args.all):
         raise CommandError("name chunks, or choose them with options, not both")

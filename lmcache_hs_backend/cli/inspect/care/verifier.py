@@ -40,7 +40,7 @@ KINDS = {
     "model": "a chunk of another model than its namespace's",
     "prefix": "the prefix digest of a first chunk does not match its token ids, or a later chunk names no parent",
     "unreadable": "the system refuses to read a file or directory",
-    "misplaced": "a chunk file lies in the wrong one of the 256 directories, where nobody looks for it",
+    "misplaced": "a chunk file lies in the wrong one of the 256 directories, where it is never looked for",
     "temporary": "left over from a write that was never finished",
     "foreign": "not a file of ours",
     "orphan": "the chunk before it is not here, so it is not served until that is stored again",
@@ -88,11 +88,12 @@ class FilesAndBytes:
     bytes: int = 0
 
     def add(self, size: int) -> None:
+        """Count a file of so many bytes."""
         self.chunks += 1
         self.bytes += size
 
     def minus(self, *others: FilesAndBytes) -> FilesAndBytes:
-        """The rest without some others; never below 0, whatever comes and goes meanwhile."""
+        """This without some others; at least 0, as files may appear and vanish meanwhile."""
         chunks = self.chunks - sum(other.chunks for other in others)
         return FilesAndBytes(max(0, chunks), max(0, self.bytes - sum(other.bytes for other in others)))
 
@@ -103,7 +104,8 @@ class Extent(NamedTuple):
     Attributes:
         sample: So many chunk files (an int) or such a share of them (a float) are read whole, drawn evenly. None: all.
         after: Where an earlier pass stopped: only files after this one are read whole.
-        in_order: Go by names rather than as files lie on disk, so that a later pass can go on from ``Verifier.place``.
+        in_order: In the order of names rather than of the files on disk, so that a later pass can go on from
+            ``Verifier.place``.
         until: When to stop, by ``time.monotonic()``.
     """
 
@@ -280,6 +282,7 @@ class Verifier:
 
     @property
     def links(self) -> int:
+        """How many chunks there are to follow chains over."""
         return sum(map(len, self._links.values()))
 
     def check_chains(self, advance: Advance) -> Iterator[Finding]:
@@ -356,7 +359,15 @@ class Verifier:
 
 
 def draw(files: Iterable[tuple[str, int]], amount: int | float) -> dict[str, int]:
-    """Some of the files that go by, evenly: so many (an int), or such a share of them (a float) and at least one."""
+    """Draw evenly from files: so many (an int), or such a share of them (a float) and at least one.
+
+    Args:
+        files: Path and size of each, read once.
+        amount: How many, or which share.
+
+    Returns:
+        Path → size of those drawn.
+    """
     drawn: list[tuple[str, int]] = []
     chosen = random.Random()
     offset = chosen.random()

@@ -38,6 +38,7 @@ _LIBRARIES = {"Jinja2": "jinja2", "matplotlib": "matplotlib"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``report``."""
     add_path_arguments(parser)
     parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (default: report.html)")
     parser.add_argument(
@@ -215,7 +216,7 @@ def _norms(survey: Survey, colours: int) -> Iterator[tuple[str, list[str], list[
 
 
 def _not_seen(survey: Survey, figures: dict[str, Any]) -> list[str]:
-    """What the page does not speak for: left out, set aside or not readable. All is not well while there is any."""
+    """What was not looked into: left out, in quarantine, foreign, not readable. With any of it no page is green."""
     total, foreign = figures["total"], figures["foreign"]
     found = [f"left out: {why}" for why in figures["left_out"]]
     if total["quarantined_files"]:

@@ -1,4 +1,4 @@
-"""What a report keeps of the chunks that go by: how the cold path has grown, and a sample of them to look into.
+"""What a report keeps of the chunks while they are read: how the cold path has grown, and a sample to read rows of.
 
 The sample is drawn evenly on the way, and always the same for the same files in the same order. Needs no
 torch: that is imported when the rows are read, after everything else is done and forgotten.
@@ -14,7 +14,7 @@ from lmcache_hs_backend.cli.inspect.stream import ReadableChunk
 
 
 class ChunkSample:
-    """Watches chunks go by. ``chunks`` are those whose rows are to be read."""
+    """Sees every chunk once. ``chunks`` are those whose rows are to be read."""
 
     def __init__(self, size: int) -> None:
         self.chunks: list[ReadableChunk] = []

@@ -42,12 +42,14 @@ _SIZES = ((1 << 16, "64 KB"), (1 << 20, "1 MB"), (4 << 20, "4 MB"), (16 << 20, "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``stats``."""
     add_path_arguments(parser)
     parser.add_argument("--metrics", metavar="URL", help="where a running engine serves its Prometheus metrics")
     add_output_options(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
+    """Count, and print the figures; the exit status."""
     opened = open_path(args)
     figures = collect(opened)
     failed: CommandError | None = None

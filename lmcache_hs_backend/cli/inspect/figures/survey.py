@@ -27,6 +27,7 @@ class RowAnomaly:
     chunk: str = ""
 
     def add(self, marked: torch.Tensor, chunk_hash: str) -> None:
+        """Count the rows of a chunk that are marked: ``[num_tokens]``, bool."""
         rows = int(marked.sum())
         if rows and not self.rows:
             self.chunk = chunk_hash
@@ -47,6 +48,7 @@ class LayerSurvey:
     norms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by position
 
     def add(self, chunk: ReadableChunk, tensor: torch.Tensor) -> None:
+        """Take in the rows of a chunk: ``[num_tokens, hidden_dim]``, any float dtype."""
         rows = tensor.float()
         finite = rows.isfinite().all(dim=1)
         largest = rows.abs().amax(dim=1)
@@ -59,12 +61,13 @@ class LayerSurvey:
         varied = (deviation / largest)[finite & ~zero]
         if len(varied):
             self.spread = max(self.spread, varied.max().item())
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)  # finite for whatever is finite
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)  # finite where the row is
         for offset in finite.nonzero().flatten().tolist():
             self.norms[_position(chunk.header.meta.start + offset)].append(norms[offset].item())
 
     @property
     def dead(self) -> bool:
+        """Whether no row varies along its hidden dimension."""
         return self.rows > self.non_finite.rows and self.spread <= _DEAD
 
     def anomalies(self) -> list[str]:
@@ -116,6 +119,7 @@ class Survey:
         self.layers = [found[key] for key in sorted(found)]
 
     def anomalies(self) -> list[tuple[LayerSurvey, str]]:
+        """What is strange, layer by layer, in words."""
         return [(layer, what) for layer in self.layers for what in layer.anomalies()]
 
     def as_json(self) -> list[dict[str, Any]]:
