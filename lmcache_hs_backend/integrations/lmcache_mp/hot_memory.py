@@ -60,10 +60,12 @@ class HotMemory:
             _copy(pairs)
             return
         self._pin(next(iter(devices)))
-        for slots, source in pairs:
-            slots.copy_(source, non_blocking=True)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        try:
+            for slots, source in pairs:
+                slots.copy_(source, non_blocking=True)
+        finally:  # also after an error: nothing may write into slots that are given back
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
 
     def copy_out(
         self,
@@ -80,7 +82,7 @@ class HotMemory:
 
         Raises:
             BrokenMessage: A run does not lie within the hot tier.
-            MemoryError: or OSError or RuntimeError; there is no memory for the result.
+            OSError, MemoryError, RuntimeError: There is no memory for the result.
         """
         result: dict[int, torch.Tensor] = {}
         tokens: dict[int, int] = {}

@@ -85,7 +85,7 @@ class ClientResults:
         return new
 
     def release(self, results: Iterable[tuple[int, int]]) -> None:
-        """The client is done with these. What was never lent is passed over: it may have been said twice."""
+        """The client is done with these. What was never lent is passed over: it may come twice."""
         for number, offset in results:
             nbytes = self._lent.pop((number, offset), None)
             if nbytes is not None:
