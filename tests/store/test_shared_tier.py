@@ -20,7 +20,9 @@ from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
 from lmcache_hs_backend.format.reader import ColdTierReader, NotAColdPath
 from lmcache_hs_backend.format.shared_names import content_name, shared_meta, tags
 from tests.support.prompts import CHUNK, Prompt, honest_rows, opened, prompt, settings, tokens
+from tests.support.seaweed import BUCKET, SeaweedServer
 from tests.support.sharing import MODEL, OTHER_RANK, chunks_in, elsewhere, objects_of, uploaded
+from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
 
@@ -161,3 +163,48 @@ def test_names_come_from_tokens_and_tags_alone() -> None:
     ]  # fmt: skip
     assert metas[0] == metas[1]
     assert tags(shared_meta(metas[0]._replace(key=other.key), MODEL, b"").key, "org/test-model") == "tenant%a"
+
+
+def test_prefetch_brings_rows_before_they_are_asked_for_and_coverage_counts_them(
+    tmp_path: Path, shared: dict[str, Any]
+) -> None:
+    p, kv = prompt(4), [Presence.GONE]
+    with opened(tmp_path / "a", ident=MODEL, **shared) as a:
+        a.store(p.refs, p.bytes, {0: honest_rows(p.ids)})
+        uploaded(a, 4)
+    with opened(tmp_path / "b", ident=MODEL, ask=lambda keys, _: kv * len(keys), **shared) as b:
+        b.prefetch(p.refs, [0])
+        assert b.covered(p.names, [0]) == 0
+        kv[0] = Presence.PRESENT
+        b.prefetch(p.refs, [0])
+        wait_until(lambda: b.covered(p.names, [0]) == 4, 30)
+        assert b.stats()["shared_hits"] == 4
+        assert b.stats()["shared_timeouts"] == 0
+        assert torch.equal(b.retrieve(p.refs, [0], None)[0], honest_rows(p.ids))
+        assert b.stats()["shared_hits"] == 4
+
+
+def test_keys_and_the_endpoint_may_come_from_the_usual_variables(
+    tmp_path: Path, weed: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = weed.options()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
+    shared = {"shared_url": f"s3://{BUCKET}/variables", "shared_options": {"endpoint": options["endpoint"]}}
+    p = prompt(2)
+    for node in ("a", "b"):
+        with opened(tmp_path / node, ident=MODEL, **shared) as store:
+            if node == "a":
+                store.store(p.refs, p.bytes, {0: honest_rows(p.ids)})
+                uploaded(store, 2)
+            else:
+                assert torch.equal(store.retrieve(p.refs, [0], None)[0], honest_rows(p.ids))
+
+
+def test_the_clouds_urls_are_taken() -> None:
+    """Prepared only: there is no such server here."""
+    for url, options in (
+        ("gs://bucket/prefix", {"skip_signature": True}),
+        ("az://container/prefix", {"account_name": "account", "skip_signature": True}),
+    ):
+        assert Objects(url, options).url == url
