@@ -149,8 +149,9 @@ def test_a_dataset_reads_urls_in_spawned_workers_and_says_why_not_in_forked_ones
         expected = stacked_of(ids, (*AUX, LAST))
         assert torch.equal(rows[tuple(ids)]["hidden_states"], expected[:, :-1].flatten(1))
         assert torch.equal(rows[tuple(ids)]["last_hidden_states"], expected[:, -1])
-    loader: Any = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn")
-    assert {tuple(item["input_ids"].tolist()) for item in loader} == rows.keys()
+    for method in ("spawn", "forkserver"):
+        loader: Any = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
+        assert {tuple(item["input_ids"].tolist()) for item in loader} == rows.keys()
     forked = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(Unreachable, match="spawn or forkserver"):
         next(iter(forked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from lmcache_hs_backend import metrics
 from lmcache_hs_backend.chunk import ChunkMeta, Presence
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
@@ -208,3 +211,15 @@ def test_the_clouds_urls_are_taken() -> None:
         ("az://container/prefix", {"account_name": "account", "skip_signature": True}),
     ):
         assert Objects(url, options).url == url
+
+
+def test_alert_rules_ask_for_metrics_that_there_are() -> None:
+    rules = yaml.safe_load((Path(__file__).parents[2] / "configs/shared_tier_alerts.yaml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts) >= 6
+    kinds = ((metrics.COUNTERS, "_total"), (metrics.GAUGES, ""), (metrics.HISTOGRAMS, "_bucket"))
+    known = {metrics.PREFIX + name + end for names, end in kinds for name in names}
+    for rule in alerts:
+        asked = set(re.findall(r"lmcache:hs_\w+", rule["expr"]))
+        assert asked, rule["alert"]
+        assert asked <= known, rule["alert"]
