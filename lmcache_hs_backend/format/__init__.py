@@ -10,5 +10,8 @@ no lock and starts no thread; which file is read, written or deleted when is dec
 - ``header``, ``chunk_file``: one chunk as one safetensors file.
 - ``request_log``: ``sequences/*.jsonl``.
 - ``eviction_order``: which files leave first.
+- ``shared_names``, ``objects``: what objects of a shared tier are called, and requests for them.
+- ``url_files``, ``object_cache``: objects read as files are, by ranges.
+- ``chunk_sources``: a directory or a URL as a list of chunks.
 - ``reader``: ``ColdTierReader``, for everyone who looks from outside.
 """

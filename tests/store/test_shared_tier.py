@@ -119,6 +119,8 @@ def test_a_directory_of_objects_is_read_like_a_cold_path(tmp_path: Path, monkeyp
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(NotAColdPath, match=r"s3://bucket/prefix.*cannot be listed"):
         ColdTierReader("s3://bucket/prefix")
+    with pytest.raises(NotAColdPath, match="s3://, gs://, az:// or file:///"):
+        ColdTierReader("https://bucket/prefix")
 
 
 def test_a_retrieve_without_a_shared_tier_imports_nothing_and_starts_nothing(tmp_path: Path) -> None:
