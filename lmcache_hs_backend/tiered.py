@@ -344,10 +344,12 @@ class TieredStore:
 
     def touch(self, names: Sequence[bytes]) -> None:
         """Mark the chunks of a sequence as just used, the first one as youngest. Unknown names are ignored."""
-        with self._core.lock:
-            if not self._core.closed:
-                entries = self._core.state.entries
-                self._core.state.orders.touch([entry for name in names if (entry := entries.get(name)) is not None])
+        core = self._core
+        for piece in core.pieces(names, from_end=True):
+            with core.lock:
+                if not core.closed:
+                    entries = core.state.entries
+                    core.state.orders.touch([entry for name in piece if (entry := entries.get(name)) is not None])
 
     @property
     def directory(self) -> str:
@@ -419,8 +421,11 @@ class TieredStore:
 
         For a writer that reads nothing back and would otherwise fill RAM.
         """
-        with self._core.lock:
-            return making_room.demote(self._core.state, names)
+        demoted = 0
+        for piece in self._core.pieces(list(names)):
+            with self._core.lock:
+                demoted += making_room.demote(self._core.state, piece)
+        return demoted
 
     def kv_gone(self, names: Iterable[bytes]) -> int:
         """The KV of these chunks was deleted: they leave both tiers, or go to the archive. Returns how many."""
@@ -441,8 +446,11 @@ class TieredStore:
             deadline = time.monotonic() + self.config.read_timeout_sec
             core, jobs = self._core, self._core.state.jobs
             with core.lock:
-                while any(map(jobs.is_busy, names)) and time.monotonic() < deadline:
-                    core.space_freed.wait(0.05)
+                while names and time.monotonic() < deadline:
+                    if jobs.is_busy(names[-1]):
+                        core.space_freed.wait(0.05)
+                    else:
+                        names.pop()
         return dropped
 
     def clear(self) -> int:
@@ -456,16 +464,17 @@ class TieredStore:
 
     def _drop(self, names: Iterable[bytes], how: Callable[[ChunkEntry], None]) -> int:
         core, dropped = self._core, 0
-        with core.lock:
-            if core.closed:
-                return 0
-            for name in names:
-                entry = core.state.entries.get(name)
-                if entry is not None:
-                    how(entry)
-                    dropped += 1
-            if core.state.jobs.ready:
-                core.wake()
+        for piece in core.pieces(list(names)):
+            with core.lock:
+                if core.closed:
+                    break
+                for name in piece:
+                    entry = core.state.entries.get(name)
+                    if entry is not None:
+                        how(entry)
+                        dropped += 1
+                if core.state.jobs.ready:
+                    core.wake()
         return dropped
 
     # -- figures ---------------------------------------------------------------------------------------

@@ -157,7 +157,10 @@ class Core(RuleBasedStateMachine):
     @rule(path=PATHS, layers=LAYER_SETS, answers=st.lists(st.sampled_from(Presence), min_size=4, max_size=4))
     def retrieve(self, path: list[int], layers: list[int], answers: list[Presence]) -> None:
         refs = prompt(path)
-        walk = reading.prepare_retrieve(self.state, refs, layers, native=True, readable=True)
+        walk = reading.PromptWalk()
+        for part in (refs[:2], refs[2:]):  # as a long prompt is walked
+            if walk.miss is None:
+                reading.prepare_retrieve(self.state, walk, part, layers, native=True, readable=True)
         asked = next(self.clock)
         known, _ = reading.judge_presence(
             self.state, refs, walk, answers[: len(walk.entries)], asked, next(self.clock), writable=True
@@ -172,7 +175,8 @@ class Core(RuleBasedStateMachine):
             entry = walk.entries[position]
             if not self.state.jobs.is_busy(entry.name):
                 self.begin_read(entry, walk.cold[position])
-        reading.end_retrieve(self.state, walk, known)
+        reading.end_retrieve(self.state, walk.entries[known:], served=False)
+        reading.end_retrieve(self.state, walk.entries[:known], served=True)
 
     def begin_read(self, entry: ChunkEntry, layer_idxs: tuple[int, ...]) -> None:
         self.state.jobs.claim(entry.name, self.now())

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_hs_backend.chunk import AskPresence, Presence
 from lmcache_hs_backend.config import TieredConfig
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_IDLE_BUFFERS = 256 << 20
+#: So many chunks of a long call are handled under the lock in one go, which takes one to four milliseconds.
+PIECE = 512
+#: Then other calls get the lock, if there are any. A thread that waits for it needs so long to wake up; after a shorter
+#: break the long call would have it again before.
+_BREAK_SEC = 20e-6
+
+T = TypeVar("T")
 
 
 def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
@@ -113,6 +120,18 @@ class Core:
             return len(state.orders.aging)
 
     # -- without the lock ------------------------------------------------------------------------------
+
+    def pieces(self, items: Sequence[T], *, from_end: bool = False) -> Iterator[Sequence[T]]:
+        """The items in parts of PIECE, each to be handled under the lock, with a break for other calls in between."""
+        if len(items) <= PIECE:
+            if items:
+                yield items
+            return
+        begins = range(0, len(items), PIECE)
+        for number, begin in enumerate(reversed(begins) if from_end else begins):
+            if number and self.callers > 1:
+                time.sleep(_BREAK_SEC)
+            yield items[begin : begin + PIECE]
 
     def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
         """Ask for the KV of chunks. Never raises: a cache that cannot be asked does not know."""

@@ -56,7 +56,7 @@ class ReadJob(FileJob):
 
     def __post_init__(self) -> None:
         self.name = self.entry.name
-        self.is_read = self.pending is not None
+        self.is_read, self.turn = self.pending is not None, self.pending
 
 
 class PendingReads:
@@ -286,7 +286,7 @@ class HeaderJob(FileJob):
 
     def __post_init__(self) -> None:
         self.name = self.entry.name
-        self.is_read = True
+        self.is_read, self.turn = True, self.done
 
 
 class Headers:

@@ -76,11 +76,15 @@ class Retrieve:
         self._headers.ensure_read(refs, deadline - time.monotonic())
         pending: PendingReads | None = None
         readable = core.disk.health.readable
-        with core.lock:
-            walk = reading.prepare_retrieve(state, refs, layer_idxs, native=dtype is None, readable=readable)
-        miss, known, served = walk.miss, 0, 0
+        walk, native = PromptWalk(), dtype is None
+        known, served = 0, 0
         cold: list[int] = []
         try:
+            for piece in core.pieces(refs):
+                with core.lock:
+                    reading.prepare_retrieve(state, walk, piece, layer_idxs, native=native, readable=readable)
+                if walk.miss is not None:
+                    break
             asked_ns = time.monotonic_ns()
             answers = core.presence([ref.kv_key for ref in refs[: len(walk.entries)]], False)
             now_ns = time.monotonic_ns()
@@ -111,8 +115,12 @@ class Retrieve:
         finally:
             if pending is not None:
                 pending.cancel()
-            with core.lock:
-                reading.end_retrieve(state, walk, served)
+            for entries in core.pieces(walk.entries[served:], from_end=True):
+                with core.lock:
+                    reading.end_retrieve(state, entries, served=False)
+            for entries in core.pieces(walk.entries[:served], from_end=True):
+                with core.lock:
+                    reading.end_retrieve(state, entries, served=True)
         from_disk = sum(position < served for position in cold)
         counts = {"hits_hot": served - from_disk, "hits_cold": from_disk}
         if miss is not None:
@@ -180,12 +188,16 @@ class Retrieve:
     def _submit_reads(self, walk: PromptWalk, positions: Sequence[int], pending: PendingReads) -> None:
         """Have cold chunks read side by side, into slots that are side by side as far as there is room."""
         core, entries = self._core, walk.entries
-        with core.lock:
-            if core.config.promote:
-                chunks = [(entries[p].num_tokens, entries[p].specs(walk.cold[p])) for p in positions]
-                pending.reserved = dict(zip(positions, making_room.allocate(core.state, chunks), strict=False))
-            for p in positions:
-                self._reads.submit(entries[p], walk.cold[p], p, pending)
+        promote = core.config.promote
+        for piece in core.pieces(positions):
+            with core.lock:
+                if promote:
+                    chunks = [(entries[p].num_tokens, entries[p].specs(walk.cold[p])) for p in piece]
+                    slots = making_room.allocate(core.state, chunks)
+                    pending.reserved.update(zip(piece, slots, strict=False))
+                    promote = len(slots) == len(piece)
+                for p in piece:
+                    self._reads.submit(entries[p], walk.cold[p], p, pending)
 
     def _await_reads(
         self, served: int, cold: Collection[int], pending: PendingReads, deadline: float, miss: str | None

@@ -17,7 +17,7 @@ import torch
 from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, LayerSpec
 from lmcache_hs_backend.format.header import MAX_LAYERS, Description
 from lmcache_hs_backend.tiers.flows.copier import Copier
-from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.core import PIECE, Core
 from lmcache_hs_backend.tiers.flows.read import Headers
 from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES
 from lmcache_hs_backend.tiers.memory.runs import Move
@@ -128,11 +128,11 @@ class Store:
             demand = Demand(state, began)
             try:
                 while done < len(missing):
-                    with core.lock:
-                        placed = self._place(missing[done:], plan.refs, deadline, demand)
-                        if not placed:
+                    placed = self._place(missing[done:], plan.refs, deadline, demand)
+                    if not placed:
+                        with core.lock:
                             state.tally.loss("no_room", len(missing) - done)
-                            break
+                        break
                     batch = missing[done : done + len(placed)]
                     self._copy(batch, placed, source, specs, row_offset)
                     stored += self._publish(plan, batch, placed, ids, done)
@@ -140,17 +140,45 @@ class Store:
             finally:
                 with core.lock:
                     demand.end()
-                    storing.end_store(state, plan.refs)
                     held = 0 if core.closed else reading.held(state, refs, layer_idxs)
+                self._touch(plan.refs)
         core.metrics.add("stored_chunks", stored)
         return Stored(stored, held)
+
+    def _touch(self, refs: Sequence[ChunkRef]) -> None:
+        """The chunks of the prompt become the youngest, the first one youngest of all."""
+        for piece in self._core.pieces(refs, from_end=True):
+            with self._core.lock:
+                storing.end_store(self._core.state, piece)
 
     def _place(
         self, missing: Sequence[MissingLayers], refs: Sequence[ChunkRef], deadline: float, demand: Demand
     ) -> list[dict[int, Slot]]:
-        """Lock held, given up while waiting. Slots for the first of ``missing``; none when there is no room."""
+        """Slots for the first of ``missing``, as many as there is room for; none when there is no room."""
         core, state = self._core, self._core.state
-        chunks = [(one.ref.num_tokens, one.specs) for one in missing]
+        placed: list[dict[int, Slot]] = []
+        try:
+            for piece in core.pieces(missing):
+                with core.lock:
+                    if not placed:
+                        slots = self._wait_for_room(missing, refs, deadline, demand)
+                    else:
+                        slots = making_room.allocate(state, [(one.ref.num_tokens, one.specs) for one in piece])
+                    placed += slots
+                if len(slots) < len(piece):
+                    break
+        except BaseException:
+            with core.lock:
+                storing.abort_store(state, placed)
+            raise
+        return placed
+
+    def _wait_for_room(
+        self, missing: Sequence[MissingLayers], refs: Sequence[ChunkRef], deadline: float, demand: Demand
+    ) -> list[dict[int, Slot]]:
+        """Lock held, given up while waiting. Slots for PIECE of ``missing`` at most; none when there is no room."""
+        core, state = self._core, self._core.state
+        chunks = [(one.ref.num_tokens, one.specs) for one in missing[:PIECE]]
         first = missing[0].nbytes
         if first > core.arena.capacity:
             return []
@@ -158,8 +186,9 @@ class Store:
         while not core.closed:
             placed = making_room.allocate(state, chunks)
             if placed:
-                # What was asked for is taken: a further write would only clean this prompt's own prefix.
-                demand.lower(state.ready_bytes + sum(one.nbytes for one in missing[len(placed) :]))
+                if state.wanted_bytes:
+                    # What was asked for is taken: a further write would only clean this prompt's own prefix.
+                    demand.lower(state.ready_bytes + sum(one.nbytes for one in missing[len(placed) :]))
                 return placed
             if not core.disk.health.writable or core.recovery_is_late or state.purge_pending:
                 spare = spare or frozenset(ref.name for ref in refs)
@@ -220,11 +249,17 @@ class Store:
             )  # fmt: skip
             return Description(meta, ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES])
 
-        more = done + len(batch) < len(plan.missing)
-        with core.lock:
-            stored = storing.commit_store(
-                core.state, plan, batch, placed, describe, time.monotonic(), streaming=done > 0, more=more
-            )
-            if is_pressed(core.state, core.policy):  # else the next tick is soon enough
-                core.wake()
+        stored, streaming = 0, done > 0
+        more = done + len(batch) < len(plan.missing) or len(batch) > PIECE
+        # The end of a prompt is to leave first, so it enters the orders first; of what passes through, it comes last.
+        parts = zip(
+            core.pieces(batch, from_end=not streaming), core.pieces(placed, from_end=not streaming), strict=True
+        )
+        for part, slots in parts:
+            with core.lock:
+                stored += storing.commit_store(
+                    core.state, plan, part, slots, describe, time.monotonic(), streaming=streaming, more=more
+                )
+                if is_pressed(core.state, core.policy):  # else the next tick is soon enough
+                    core.wake()
         return stored

@@ -4,14 +4,14 @@ So a file that is being written cannot be unlinked before it exists, and a chunk
 written before its former file is gone; no operation has to check for another. A name is *busy* from the moment an
 operation is submitted for it until its last one is finished; that is the only notion of busy there is.
 
-Reads go before everything else. Writes are not queued: an idle thread takes the best one at the moment it can start
-it (see ``writing``). Neither reads nor deletions can starve what comes after them.
+Reads go before everything else, and those of several calls take turns. Writes are not queued: an idle thread takes the
+best one at the moment it can start it (see ``writing``). Neither reads nor deletions can starve what comes after them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,44 @@ class FileJob:
 
     name: bytes = b""
     is_read: bool = False
+    turn: object = None  # of a read: the call that waits for it
+
+
+class Turns:
+    """Jobs that wait for a thread, one of each ``turn`` after the other.
+
+    So a call that waits for one chunk does not wait for the thousands of another call.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[object, deque[FileJob]] = OrderedDict()  # by turn, the next one first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[FileJob]:
+        for jobs in self._waiting.values():
+            yield from jobs
+
+    def append(self, job: FileJob) -> None:
+        """Behind those of the same turn."""
+        jobs = self._waiting.get(job.turn)
+        if jobs is None:
+            jobs = self._waiting[job.turn] = deque()
+        jobs.append(job)
+        self._count += 1
+
+    def popleft(self) -> FileJob:
+        """The next one. There must be one."""
+        turn, jobs = next(iter(self._waiting.items()))
+        job = jobs.popleft()
+        self._count -= 1
+        if jobs:
+            self._waiting.move_to_end(turn)
+        else:
+            del self._waiting[turn]
+        return job
 
 
 @dataclass(eq=False)
@@ -86,7 +124,7 @@ class JobQueue:
     """Which jobs may start, which names are busy, and which jobs wait for their name."""
 
     def __init__(self) -> None:
-        self._reads: deque[FileJob] = deque()
+        self._reads = Turns()
         self._others: deque[FileJob] = deque()
         self._busy: dict[bytes, deque[FileJob]] = {}  # jobs that wait for the name
         self._running: dict[bytes, float] = {}  # names whose job a thread has in hand, and since when (monotonic)
@@ -168,7 +206,10 @@ class JobQueue:
         return sum(started < since for started in list(self._running.values()))
 
     def _enqueue(self, job: FileJob) -> None:
-        (self._reads if job.is_read else self._others).append(job)
+        if job.is_read:
+            self._reads.append(job)
+        else:
+            self._others.append(job)
 
     def _started(self, job: FileJob, now: float) -> FileJob:
         if job.name:

@@ -1,8 +1,9 @@
 """Rows go out, and cold rows come back.
 
 A retrieve is ``prepare_retrieve`` (pins what it found), ``judge_presence``, copies and reads without the lock,
-``end_retrieve`` (unpins). Each cold chunk of it is a read: ``prepare_read`` says what the file has to fill,
-``commit_read`` makes that part of the chunk, ``abort_read`` gives the memory back.
+``end_retrieve`` (unpins); the first and the last go through a long prompt in parts. Each cold chunk of it is a read:
+``prepare_read`` says what the file has to fill, ``commit_read`` makes that part of the chunk, ``abort_read`` gives the
+memory back.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ class PromptWalk:
 
 
 def prepare_retrieve(
-    state: TierState, refs: Sequence[ChunkRef], layer_idxs: Sequence[int], *, native: bool, readable: bool
-) -> PromptWalk:
-    """Pin the chunks, from the first on, that have every layer in one shape.
+    state: TierState,
+    walk: PromptWalk,
+    refs: Sequence[ChunkRef],
+    layer_idxs: Sequence[int],
+    *,
+    native: bool,
+    readable: bool,
+) -> None:
+    """Go on with a walk: pin the next chunks, ``refs``, as far as they have every layer in one shape.
 
     ``native``: in one dtype, too. ``readable``: whether the disk answers.
     """
-    walk = PromptWalk()
+    walked = len(walk.entries)
     walk.miss = _look_up(state, refs, layer_idxs, native, readable, walk)
-    state.pin(walk.entries)
-    return walk
+    state.pin(walk.entries[walked:] if walked else walk.entries)
 
 
 def _look_up(
@@ -107,12 +113,11 @@ def judge_presence(
     return known, miss
 
 
-def end_retrieve(state: TierState, walk: PromptWalk, served: int) -> None:
-    """Unpin the walk; the chunks that were served become the youngest, the first one youngest of all."""
-    state.unpin(walk.entries[served:])
-    used = walk.entries[:served]
-    state.unpin(used)
-    state.orders.touch(used)
+def end_retrieve(state: TierState, entries: Sequence[ChunkEntry], *, served: bool) -> None:
+    """Unpin chunks of a walk; those that were served become the youngest, the first one youngest of all."""
+    state.unpin(entries)
+    if served:
+        state.orders.touch(entries)
 
 
 @dataclass(slots=True)

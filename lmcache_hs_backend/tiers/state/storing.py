@@ -109,9 +109,9 @@ def commit_store(
         placed: The slots of each chunk of the batch.
         describe: What a file of the chunk will say of it, kept for as long as it has rows in RAM.
         now: Monotonic time in seconds.
-        streaming: This is not the first batch of its call. What does not fit beside the prefix passes through the
-            last slots: written first, evicted first.
-        more: More batches follow.
+        streaming: There was no room for this batch when the call began. What does not fit beside the prefix passes
+            through the last slots: written first, evicted first.
+        more: More batches follow, or other parts of this one.
     """
     if state.epoch != plan.epoch:
         abort_store(state, placed)
