@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from lmcache_hs_backend.cli.config import verdict
+from lmcache_hs_backend.cli.console import path_text
 from lmcache_hs_backend.config import ADVANCED, GIB
 from tests.inspect.test_inspect_config import PREFIX, good, judge
 from tests.inspect.test_inspect_program import on_a_terminal
@@ -257,3 +258,37 @@ def test_a_wrong_value_is_one_line_and_status_1_for_extract_too(option: str, val
     done = subprocess.run([*command, option, value], capture_output=True, text=True, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert f"{option} is {value}, but must be" in done.stderr
+
+
+class TestNarrowTerminals:
+    """Of 60 columns: no line is longer, no path is broken, and models stay apart."""
+
+    @pytest.fixture
+    def models(self, cold: Path) -> list[Path]:
+        """Two namespaces with a damaged file each."""
+        names = [f"org/a-model-with-a-rather-long-name-{number}" for number in (1, 2)]
+        found = [namespace(cold, name) for name in names]
+        for directory, model in zip(found, names, strict=True):
+            [path] = add_prompt(directory, tokens_of(CHUNK), model=model).files
+            path.write_bytes(path.read_bytes()[:-1])
+            add_prompt(directory, tokens_of(CHUNK, 1), model=model)
+        return found
+
+    @pytest.mark.parametrize("command", [("verify",), ("rm", "--all", "--dry-run"), ("list",)])
+    def test_models_stay_apart(self, cold: Path, models: list[Path], command: tuple[str, ...]) -> None:
+        shown = on_a_terminal(command[0], cold, *command[1:], columns=60, NO_COLOR="1")
+        lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", shown)]
+        assert max(map(len, lines)) <= 60
+        assert str(cold) not in shown, "relative"
+        for directory in models:
+            digest = directory.name[-8:]
+            assert any(digest in line for line in lines), (digest, lines)
+
+    def test_a_path_is_cut_where_it_may_be(self) -> None:
+        name = "0123456789abcdef0123456789abcdef.safetensors"
+        path = f"/nvme/hs/a-model-0123456789ab/01/{name}"
+        assert path_text(path, "/nvme/hs", None) == path
+        assert path_text(path, "/nvme/hs", 80) == f"a-model-0123456789ab/01/{name}"
+        assert path_text(path, "/nvme/hs", 40) == "a-model-0123456789ab/01/0123456789ab…"
+        assert path_text(path, "/nvme/hs", 30) == "a-model-…89ab/01/0123456789ab…"
+        assert path_text("/elsewhere/x", "/nvme/hs", 30) == "/elsewhere/x"

@@ -7,12 +7,14 @@ work is Python's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from lmcache_hs_backend.chunk import LayerSpec
 from lmcache_hs_backend.cli.console import time_text
 from lmcache_hs_backend.cli.inspect.workers import in_processes
 from lmcache_hs_backend.format.chunk_file import FileLayer
@@ -41,16 +43,17 @@ class ReadableChunk(NamedTuple):
     @property
     def dtype(self) -> str | list[str]:
         """torch's name; one for each layer where they differ."""
-        return _one_or_all([layer.dtype_name for layer in self.header.layout.layers])
+        return _layer_fields(self.header.layout.layers)[1]
 
     @property
     def hidden_dim(self) -> int | list[int]:
         """Elements of a row; one for each layer where they differ."""
-        return _one_or_all([layer.hidden_dim for layer in self.header.layout.layers])
+        return _layer_fields(self.header.layout.layers)[2]
 
     def record(self) -> dict[str, Any]:
         """The chunk as ``list --format json`` shows it."""
         meta = self.header.meta
+        layers, dtype, hidden_dim = _layer_fields(self.header.layout.layers)
         return {
             "key": meta.key,
             "chunk_hash": meta.chunk_hash,
@@ -60,15 +63,25 @@ class ReadableChunk(NamedTuple):
             "worker_id": self.namespace.worker_id,
             "start": meta.start,
             "num_tokens": meta.num_tokens,
-            "layers": [layer.layer_idx for layer in self.header.layout.layers],
-            "dtype": self.dtype,
-            "hidden_dim": self.hidden_dim,
+            "layers": layers,
+            "dtype": dtype,
+            "hidden_dim": hidden_dim,
             "bytes": self.file.size,
             "path": self.file.path,
             "created_at": meta.created_at,
             "accessed_at": time_text(self.file.mtime_ns),
             "state": self.state,
         }
+
+
+@functools.lru_cache(maxsize=64)  # most chunks have the same layers
+def _layer_fields(layers: tuple[LayerSpec, ...]) -> tuple[list[int], str | list[str], int | list[int]]:
+    """Their numbers, dtypes and widths, as ``ReadableChunk.record`` has them."""
+    return (
+        [layer.layer_idx for layer in layers],
+        _one_or_all([layer.dtype_name for layer in layers]),
+        _one_or_all([layer.hidden_dim for layer in layers]),
+    )
 
 
 _V = TypeVar("_V", str, int)
