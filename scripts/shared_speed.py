@@ -48,7 +48,7 @@ CHUNKS, CHUNK, HIDDEN = 8, 256, 4096
 MIB = CHUNKS * 2
 
 
-class PathStyle(S3Connector):  # type: ignore[misc]
+class PathStyle(S3Connector):
     """LMCache's connector with path-style addresses: a bucket on localhost has no host name of its own."""
 
     def _format_safe_path(self, key_str: str) -> str:

@@ -277,7 +277,7 @@ def test_a_full_bucket_takes_nothing_loses_nothing_and_serves_on(tmp_path: Path)
                 if a.stats()["errors_shared_write"]:
                     break
                 assert a.flush(20) == 0
-                wait_until(lambda: not a.stats()["queue_uploads"] or a.stats()["errors_shared_write"], 30)
+                wait_until(lambda: not a.stats()["queue_uploads"] or bool(a.stats()["errors_shared_write"]), 30)
             assert a.stats()["errors_shared_write"] > 0, "the server is not full"
             assert a.flush(20) == 0
             assert a.stats()["shared_write_online"] == 0
