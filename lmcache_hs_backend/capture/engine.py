@@ -85,8 +85,10 @@ class Engine:
 
 @contextlib.contextmanager
 def _ends_at_once(text: str) -> Iterator[None]:
-    """Ctrl-C ends this process and those below it, with ``text``. vLLM, while it starts, would wait for minutes: its
-    poll for the engine does not let KeyboardInterrupt through."""
+    """Let Ctrl-C end this process and those below it, with ``text``.
+
+    vLLM, while it starts, would wait for minutes: its poll for the engine does not let KeyboardInterrupt through.
+    """
 
     def end(number: int, frame: object) -> None:
         end_children()

@@ -1,12 +1,14 @@
 """What a capture will take, counted row by row: tokens, tokens after shared prefixes, bytes on disk. No I/O.
 
 Every figure is exact for rows that are only read, except that a short tail is counted although a longer chunk may hold
-it; what the model will answer is counted at its longest. So the bytes are an upper bound.
+it; what the model will answer is counted at its longest. So the bytes are an upper bound. Chunks that are on disk
+already, also those of rows that are not done, are not part of what is still needed.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -39,19 +41,34 @@ class ChunkSizes:
         preamble = build_preamble(meta, self._specs, checksums, bytes(8 * tokens))
         return len(preamble) + sum(spec.nbytes(tokens) for spec in self._specs)
 
-    def of_row(self, tokens: int) -> int:
-        """Bytes of a row on its own, shared with no other."""
-        full, tail = divmod(tokens, self.chunk_size)
-        return full * self.of(self.chunk_size) + (self.of(tail) if tail else 0)
+    def chunks(self, token_ids: list[int], end: int) -> Iterator[tuple[bytes | None, int]]:
+        """Prefix digest and number of tokens of each chunk of a row that ends at ``end``.
+
+        The digest is None where the model's answer, which begins after ``token_ids``, is part of the chunk.
+        """
+        digest = xxhash.xxh3_128()
+        for start in range(0, end, self.chunk_size):
+            stop = min(start + self.chunk_size, end)
+            digest.update(array("q", token_ids[start:stop]).tobytes())
+            yield digest.digest() if stop <= len(token_ids) else None, stop - start
+
+    def missing(self, token_ids: list[int], end: int, on_disk: Collection[bytes]) -> int:
+        """Bytes of those chunks of a row whose prefix digests are not in ``on_disk``."""
+        return sum(self.of(tokens) for prefix, tokens in self.chunks(token_ids, end) if prefix not in on_disk)
 
 
 @dataclass
 class Estimate:
-    """Figures of the rows that were added. Sizes are those of different rows; ``done`` ones are part of them."""
+    """Figures of the rows that were added. Sizes are those of different rows; ``done`` ones are part of them.
+
+    ``on_disk`` are the prefix digests of the chunks that are there with every layer. ``needed_bytes`` counts neither
+    them nor anything of rows that are done.
+    """
 
     sizes: ChunkSizes
     answer_tokens: int
     max_tokens: int | None
+    on_disk: Collection[bytes] = ()
     rows: int = 0
     different: int = 0
     done: int = 0
@@ -68,7 +85,7 @@ class Estimate:
     longest: int = 0
     columns: dict[str, int] = field(default_factory=dict)
     beside: dict[str, int] = field(default_factory=dict)
-    _seen: set[int] = field(default_factory=set)
+    _seen: set[bytes] = field(default_factory=set)
 
     def add(self, row: EncodedRow, *, again: bool, done: bool) -> None:
         """Count a row. ``again``: an equal one was added before; ``done``: its chunks are on disk."""
@@ -94,25 +111,13 @@ class Estimate:
             room = self.answer_tokens if self.max_tokens is None else self.max_tokens + 1 - count
             answer = max(0, min(self.answer_tokens, room) - 1)  # the last token sampled has no rows
             self.most_answer_tokens += answer
-        new_tokens, new_bytes = self._new(row.token_ids, count + answer)
-        self.stored_tokens += new_tokens
-        self.nbytes += new_bytes
-        if not done:
-            self.needed_bytes += new_bytes
-
-    def _new(self, token_ids: list[int], end: int) -> tuple[int, int]:
-        """Tokens and bytes of the chunks of a row that no row before had."""
-        size = self.sizes.chunk_size
-        digest, tokens, nbytes = xxhash.xxh3_64(), 0, 0
-        for start in range(0, end, size):
-            stop = min(start + size, end)
-            part = token_ids[start:stop]
-            digest.update(array("q", part).tobytes())
-            if len(part) == stop - start:  # else the model's answer is in it, and no other row has that
-                identity = digest.intdigest()
-                if identity in self._seen:
-                    continue
-                self._seen.add(identity)
-            tokens += stop - start
-            nbytes += self.sizes.of(stop - start)
-        return tokens, nbytes
+        for prefix, tokens in self.sizes.chunks(row.token_ids, count + answer):
+            if prefix in self._seen:
+                continue
+            nbytes = self.sizes.of(tokens)
+            self.stored_tokens += tokens
+            self.nbytes += nbytes
+            if not done and prefix not in self.on_disk:
+                self.needed_bytes += nbytes
+            if prefix is not None:  # no other row has what the model answers
+                self._seen.add(prefix)

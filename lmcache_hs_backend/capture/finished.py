@@ -28,26 +28,44 @@ def row_of(request_id: str) -> str | None:
     return found[0] if found else None
 
 
-def finished_rows(settings: Settings, *, served: bool = False) -> set[int]:
-    """The ids of rows that are done, as numbers. ``served``: see ``is_ours``.
+class OnDisk(NamedTuple):
+    """What an earlier run of a capture left.
 
-    Raises CaptureError when the cold path cannot be read.
+    Attributes:
+        rows: The ids of rows that are done, as numbers.
+        prefixes: The prefix digests of all chunks that can be used, of whatever row: with every layer, and with the
+            chunks before them.
     """
+
+    rows: set[int]
+    prefixes: set[bytes]
+
+
+def look_at_disk(settings: Settings, *, served: bool = False) -> OnDisk:
+    """Find what is there of this model.
+
+    Args:
+        settings: Which cold path, model and layers.
+        served: See ``is_ours``.
+
+    Raises:
+        CaptureError: The cold path cannot be read.
+    """
+    found = OnDisk(set(), set())
     if not os.path.isdir(settings.cold_path):
-        return set()
-    done: set[int] = set()
-    found: dict[tuple[str, int], list[str]] = {}
+        return found
+    namespaces_of: dict[tuple[str, int], list[str]] = {}
     try:
         for directory, record in namespaces(settings.cold_path):
             if is_ours(record, settings, served=served):
-                found.setdefault((model_label(record), record["chunk_size"]), []).append(directory)
-        for (label, chunk_size), directories in found.items():
+                namespaces_of.setdefault((model_label(record), record["chunk_size"]), []).append(directory)
+        for (label, chunk_size), directories in namespaces_of.items():
             whole = {row for directory in directories for row in _whole(directory)}
-            if whole:
-                done |= {int(row[2:], 16) for row in whole & _intact(settings, label, chunk_size)}
+            intact = _intact(settings, label, chunk_size, found.prefixes)
+            found.rows.update(int(row[2:], 16) for row in whole & intact)
     except OSError as error:
         raise CaptureError(f"{settings.cold_path} cannot be read: {error.strerror}") from None
-    return done
+    return found
 
 
 def is_ours(record: dict[str, Any], settings: Settings, *, served: bool) -> bool:
@@ -90,12 +108,19 @@ def whole_row(line: bytes) -> str | None:
     return row if whole else None
 
 
-def _intact(settings: Settings, label: str, chunk_size: int) -> set[str]:
-    """Rows whose chunks are all there, from the first on, with the layers that are asked for."""
+def _intact(settings: Settings, label: str, chunk_size: int, prefixes: set[bytes]) -> set[str]:
+    """Rows whose chunks are all there, from the first on, with the layers that are asked for.
+
+    The prefix digests of all such chunks are added to ``prefixes``.
+    """
     try:
-        index = ChunkIndex([settings.cold_path], label, chunk_size=chunk_size)
-        samples = requests(UsableForest(index, settings.layers), Report("requests"))
-    except DatasetError:  # no chunk at all, or no record
+        forest = UsableForest(ChunkIndex([settings.cold_path], label, chunk_size=chunk_size), settings.layers)
+    except DatasetError:  # no chunk at all
+        return set()
+    prefixes.update(forest.prefixes())
+    try:
+        samples = requests(forest, Report("requests"))
+    except DatasetError:  # no record
         return set()
     return {row for sample in samples if (row := row_of(sample.id)) is not None}
 

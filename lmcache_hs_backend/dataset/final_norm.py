@@ -84,6 +84,7 @@ class FinalNorm:
 
     @property
     def hidden_size(self) -> int:
+        """Values of a row."""
         return len(self.weight)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,10 @@ class UsableForest(ChunkForest[IndexedChunk]):
                     stack.append((child, state))
         return found
 
+    def prefixes(self) -> Iterator[bytes]:
+        """The prefix digests of the usable chunks."""
+        return (prefix for _, prefix in self._by_prefix)
+
     def after(self, position: int, prefix: bytes) -> int | None:
         """The usable chunk after ``position`` whose end has this prefix digest."""
         return self._by_prefix.get((position, prefix))

@@ -35,6 +35,7 @@ class ChunkFile(NamedTuple):
 
     @property
     def path(self) -> str:
+        """Where the file is."""
         return chunk_path(self.root, self.name)
 
     @property
@@ -55,6 +56,7 @@ class IndexedChunk(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The position after its last token."""
         return self.start + self.num_tokens
 
     def has(self, layer_idx: int) -> bool:
@@ -85,12 +87,19 @@ class ChunkIndex:
         chunk_size: int | None = None,
         urls: UrlOptions | None = None,
     ) -> None:
-        """Read every header. ``model`` chooses where there are several: ``NAME``, ``NAME@REVISION`` or
-        ``NAME@REVISION/KV_DTYPE``; ``chunk_size`` where there are chunks of several sizes, which would give every
-        sequence once for each. ``looked_at`` is told of every chunk. ``urls`` says how URLs are read.
+        """Read every header.
 
-        Raises DatasetError when a path is no cold path, when the rows of several models, or chunks of several
-        sizes, would be mixed, or when there is no chunk.
+        Args:
+            cold_paths: As in the setting ``cold_path``.
+            model: Which rows, where there are several models: ``NAME``, ``NAME@REVISION`` or
+                ``NAME@REVISION/KV_DTYPE``.
+            looked_at: Called with 1 for every chunk, for a progress bar.
+            chunk_size: Which chunks, where there are several sizes, which would give every sequence once for each.
+            urls: How URLs among the cold paths are read.
+
+        Raises:
+            DatasetError: A path is no cold path, the rows of several models or chunks of several sizes would be
+                mixed, or there is no chunk.
         """
         self.urls = tuple(path.rstrip("/") for path in cold_paths if is_url(path))
         self.files: FileLayer = UrlFiles(urls) if self.urls else FileLayer()

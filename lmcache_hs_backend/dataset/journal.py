@@ -78,6 +78,7 @@ class Journal:
         self._fd = -1
 
     def has_plan(self) -> bool:
+        """Whether an earlier run has written its plan."""
         return os.path.exists(self._plan)
 
     def write_plan(
@@ -116,6 +117,7 @@ class Journal:
                 yield Entry(*values) if kind == "ok" else Rejected(*values)
 
     def entries(self) -> Iterator[Entry]:
+        """The samples that were published, in order."""
         return (result for result in self.results() if isinstance(result, Entry))
 
     def rejected(self) -> Iterator[Rejected]:
@@ -136,6 +138,7 @@ class Journal:
         os.ftruncate(self._fd, size)
 
     def append(self, result: Entry | Rejected) -> None:
+        """Add a result, whole or not at all. Raises OSError."""
         line = ["ok" if isinstance(result, Entry) else "rejected", *result]
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         if os.write(self._fd, data) != len(data):

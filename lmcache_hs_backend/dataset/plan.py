@@ -48,6 +48,7 @@ class Choice:
 
     @property
     def mask_kind(self) -> str:
+        """The kind of loss mask: what was chosen, else what the source of the sequences knows."""
         if self.loss_mask is not None:
             return self.loss_mask
         return {"requests": "recorded", "leaves": "all"}.get(self.sequences, "dataset")
@@ -69,6 +70,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all samples."""
         return sum(sample.tokens for sample in self.samples)
 
     def mask(self, sample: Sample, ids: torch.Tensor) -> torch.Tensor:

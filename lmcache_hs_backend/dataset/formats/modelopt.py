@@ -16,12 +16,16 @@ from lmcache_hs_backend.dataset.rows import Rows
 
 
 class ModelOpt(Format):
+    """For EAGLE-3, whose trainer applies the final norm where the file says so."""
+
     wants_normed = None
 
     def nbytes(self, tokens: int) -> int:
+        """About how many bytes a sample of so many tokens takes."""
         return tokens * (len(self.job.layers.slots) * self.job.hidden_size * 2 + 16) + 2048
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        """Save a sample to ``temporary``. Raises OSError."""
         value = {
             "input_ids": rows.ids,
             "hidden_states": rows.last,
@@ -33,4 +37,5 @@ class ModelOpt(Format):
         return save_torch(value, temporary)
 
     def place_of(self, split: str, number: int) -> str:
+        """A file for each sample; the reader does not care about names."""
         return os.path.join(self.folder(split), f"sample-{number:09d}.pt")

@@ -32,15 +32,18 @@ class SpecForge(Format):
     wants_normed: bool | None = True
 
     def nbytes(self, tokens: int) -> int:
+        """About how many bytes a sample of so many tokens takes."""
         return tokens * (len(self.job.layers.slots) * self.job.hidden_size * 2 + 16) + 2048
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        """Save a sample to ``temporary``. Raises OSError."""
         return save_torch({"input_ids": rows.ids, "loss_mask": mask, **self._tensors(rows)}, temporary)
 
     def _tensors(self, rows: Rows) -> dict[str, torch.Tensor]:
         return {"hidden_state": rows.last.unsqueeze(0), "aux_hidden_state": rows.aux.flatten(1).unsqueeze(0)}
 
     def place_of(self, split: str, number: int) -> str:
+        """A file for each sample, ``GROUP`` to a folder."""
         group = number // GROUP * GROUP
         name = os.path.join(f"rows_{group:09d}-{group + GROUP:09d}", f"data_{number:09d}.ckpt")
         return os.path.join(self.folder(split), name)
@@ -53,10 +56,12 @@ class SpecForgeDFlash(SpecForge):
     uses_last = False
 
     def promise(self, sample: Sample, mask: torch.Tensor) -> None:
+        """Raises RowRejected when no two trained tokens follow each other."""
         if not bool((mask[1:] & mask[:-1]).any()):
             raise RowRejected("no_loss", "the algorithm wants two tokens in a row that are trained on")
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        """Save a sample to ``temporary``. Raises OSError, and RowRejected as ``promise`` does."""
         self.promise(sample, mask)
         return super().encode(sample, rows, mask, temporary)
 

@@ -35,6 +35,8 @@ _NAMES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torc
 
 
 class Speculators(Format):
+    """For every algorithm of speculators; MTP needs the last layer only."""
+
     wants_normed = False
     stacked = True
     aux_optional = True  # MTP is trained on the last layer alone
@@ -48,11 +50,13 @@ class Speculators(Format):
         threading.Thread(target=importlib.import_module, args=("datasets",)).start()
 
     def nbytes(self, tokens: int) -> int:
+        """About how many bytes a sample of so many tokens takes."""
         width = len(self.job.layers.slots)
         per_token = width * (self.job.hidden_size + 4 if self.job.dtype == "fp8" else self.job.hidden_size * 2)
         return tokens * (per_token + 8 + 20) + ALIGN  # and the ids and masks of the Arrow table
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        """Save a sample, in fp8 with its scales and errors, to ``temporary``. Raises OSError."""
         assert rows.stacked is not None
         tensors = {"token_ids": rows.ids}
         facts: dict[str, Any] = {}
@@ -68,10 +72,12 @@ class Speculators(Format):
         return Encoded(file.nbytes, file.checksum, temporary, facts=facts)
 
     def place_of(self, split: str, number: int) -> str:
+        """The file that the reader looks for: the number of the Arrow row, unpadded."""
         return os.path.join(FOLDER, f"hs_{number}.safetensors")
 
     def folder(self, split: str) -> str:
-        return ""  # the trainer splits by row number, the validation rows being the last
+        """One folder: the trainer splits by row number, the validation rows being the last."""
+        return ""
 
     def finish(self, entries: Iterable[Entry]) -> dict[str, Any]:
         """The Arrow dataset, saved with its torch format, and ``token_freq.pt``."""

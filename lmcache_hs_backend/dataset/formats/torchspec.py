@@ -30,9 +30,11 @@ class TorchSpec(Format):
     wants_normed: bool | None = None
 
     def nbytes(self, tokens: int) -> int:
+        """About how many bytes a sample of so many tokens takes."""
         return tokens * (len(self.job.layers.slots) * self.job.hidden_size * 2 + 8) + 2048
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
+        """Save a sample to ``temporary``. Raises OSError."""
         digest = xxhash.xxh3_64(bytes_of(rows.ids))
         digest.update(bytes_of(mask))
         data_id = f"{sample.id}-{digest.hexdigest()}"
@@ -50,6 +52,7 @@ class TorchSpec(Format):
         return {"last_hidden_states": rows.last.unsqueeze(0)}
 
     def place_of(self, split: str, number: int) -> str:
+        """A file for each sample; the manifest says which split it is in."""
         return os.path.join("samples", f"{split}-{number:09d}.pt")
 
     def finish(self, entries: Iterable[Entry]) -> dict[str, Any]:
