@@ -56,7 +56,7 @@ YAML
 train() { # SET NAME SEED
     "$trainer" "$steps/on_cpu.py" --speculator-type eagle3 --verifier-name-or-path "$model" --data-path "set-$1" \
         --target-layer-ids 2 15 27 --draft-vocab-size "${VOCABULARY:-4096}" --train-data-ratio 0.95 \
-        --total-seq-len 1024 --draft-attn-impl eager --loss-implementation eager --full-attention-indices 0 \
+        --total-seq-len 512 --draft-attn-impl eager --loss-implementation eager --full-attention-indices 0 \
         --optimizer adamw --lr 1e-3 --ttt-steps "${DRAFT_TOKENS:-3}" --num-workers 1 --epochs "${EPOCHS:-4}" \
         --seed "$3" --log-freq 20 --hidden-states-backend file --on-missing raise --save-path "drafter-$2"
 }
