@@ -11,7 +11,8 @@ usage: scripts/check_trainers.sh [--quick] [DIR]
   --quick   without the training and without the server
 
 environment: PYTHON (default: python3.11), STEPS (default: 200), VLLM_PYTHON (default: .venv-vllm/bin/python, which
-scripts/vllm_env.sh makes), EPOCHS (of the training from a server, default: 2)
+scripts/vllm_env.sh makes), EPOCHS (of the training from a server, default: 2), TORCHSPEC (its offline/dataset.py, which
+then reads its folder, too)
 The first run installs about 4 GB.
 TEXT
 }
@@ -82,6 +83,10 @@ extract() {
 extract speculators --format speculators --final-norm "$model"
 extract fp8 --format speculators --dtype fp8
 extract specforge --format specforge --final-norm "$model"
+extract specforge-dflash --format specforge --algorithm dflash
+extract specforge-domino --format specforge --algorithm domino
+extract specforge-dspark --format specforge --algorithm dspark --final-norm "$model"
+extract torchspec --format torchspec --final-norm "$model"
 extract modelopt --format modelopt
 extract modelopt-normed --format modelopt --final-norm "$model"
 extract deepspec --format deepspec --final-norm "$model"
@@ -93,6 +98,11 @@ echo "== the trainers' readers"
 "$python" "$steps/readers.py" speculators "$dir/out-speculators" "$data"
 "$python" "$steps/readers.py" fp8 "$dir/out-fp8" "$data"
 "$dir/specforge/bin/python" "$steps/readers.py" specforge "$dir/out-specforge" "$data"
+for algorithm in dflash domino dspark; do
+    "$dir/specforge/bin/python" "$steps/readers.py" specforge-family "$dir/out-specforge-$algorithm" "$data" \
+        "$algorithm" "$dir/out-specforge"
+done
+"$python" "$steps/readers.py" torchspec "$dir/out-torchspec" "$data" "$dir/out-specforge" ${TORCHSPEC:+"$TORCHSPEC"}
 "$dir/modelopt/bin/python" "$steps/readers.py" modelopt "$dir/out-modelopt" "$data"
 "$dir/modelopt/bin/python" "$steps/readers.py" modelopt "$dir/out-modelopt-normed" "$data"
 "$python" "$steps/readers.py" deepspec "$dir/out-deepspec" "$data" "$dir/out-specforge"

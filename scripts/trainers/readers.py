@@ -1,14 +1,19 @@
 """Every extracted sample through the real reader of its trainer, each run in that trainer's own environment.
 
     python readers.py speculators|fp8|specforge|modelopt OUT DATA.jsonl
+    python readers.py specforge-family OUT DATA.jsonl dflash|domino|dspark SPECFORGE_OUT
     python readers.py deepspec OUT DATA.jsonl SPECFORGE_OUT
+    python readers.py torchspec OUT DATA.jsonl SPECFORGE_OUT [DATASET_PY]
 
-DATA.jsonl has the token ids and loss masks that were asked for. DeepSpec is not on PyPI: its cache is read as its
-format is described, and must hold the same rows as SpecForge's files. Needs nothing of lmcache-hs-backend.
+DATA.jsonl has the token ids and loss masks that were asked for, SPECFORGE_OUT SpecForge's files for eagle3, whose rows
+the others must have too. DeepSpec and TorchSpec are not on PyPI: their folders are read as the formats are described,
+TorchSpec's also by its own ``offline/dataset.py`` where DATASET_PY names it. Needs nothing of lmcache-hs-backend.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import mmap
 import struct
@@ -78,6 +83,29 @@ def specforge(out: Path) -> list[tuple[list[int], list[int]]]:
     return seen
 
 
+def specforge_family(out: Path, algorithm: str, eagle3_out: str) -> list[tuple[list[int], list[int]]]:
+    """By the reader, normaliser and collator that SpecForge registers for the algorithm."""
+    from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+
+    registration = importlib.import_module(f"specforge.algorithms.{algorithm}.providers").create_registration()
+    (provider,) = registration.providers.offline
+    reader = provider.build_reader(str(out), run_id="check", ttt_length=7, max_len=4096)
+    reader.validate_files = True
+    loader = FeatureDataLoader(
+        LocalFeatureStore(), refs=reader.read(), batch_size=1, strategy=algorithm,
+        per_sample_transform=provider.build_normalizer(4096), collate_fn=provider.build_collator(),
+    )  # fmt: skip
+    seen = []
+    for batch, path in zip(loader, sorted(Path(eagle3_out).rglob("*.ckpt")), strict=True):
+        tensors, same = batch.tensors, torch.load(path, weights_only=True)
+        assert torch.equal(tensors["hidden_states"], same["aux_hidden_state"])
+        if algorithm == "dspark":
+            assert torch.equal(tensors["target_last_hidden_states"], same["hidden_state"])
+        seen.append((tensors["input_ids"].flatten().tolist(), tensors["loss_mask"].flatten().tolist()))
+    return seen
+
+
 def modelopt(out: Path) -> list[tuple[list[int], list[int]]]:
     from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
 
@@ -138,7 +166,36 @@ def deepspec(out: Path, specforge_out: str) -> list[tuple[list[int], list[int]]]
     return seen
 
 
-READERS = {"speculators": speculators, "fp8": fp8, "specforge": specforge, "modelopt": modelopt, "deepspec": deepspec}
+def torchspec(out: Path, eagle3_out: str, dataset_py: str = "") -> list[tuple[list[int], list[int]]]:
+    assert json.loads((out / "dataset.json").read_text()) == {"version": 1, "last_hidden_states_prenorm": False}
+    rows = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
+    assert {row["split"] for row in rows} == {"train"}
+    records = [torch.load(out / row["file"], weights_only=True, mmap=True) for row in rows]
+    assert [record["data_id"] for record in records] == [row["data_id"] for row in rows]
+    if dataset_py:
+        spec = importlib.util.spec_from_file_location("torchspec_dataset", dataset_py)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        own = module.OfflineDataset(out)
+        assert [own.load(row)["data_id"] for row in own.rows("train")] == [row["data_id"] for row in rows]
+    seen = []
+    for record, path in zip(records, sorted(Path(eagle3_out).rglob("*.ckpt")), strict=True):
+        same = torch.load(path, weights_only=True)
+        assert torch.equal(record["hidden_states"], same["aux_hidden_state"])
+        assert torch.equal(record["last_hidden_states"], same["hidden_state"])
+        mask: list[int] = []
+        for number, length in enumerate(record["packed_loss_mask"].split(",")):
+            mask += [number % 2] * int(length)
+        seen.append((record["input_ids"][0].tolist(), mask))
+    return seen
+
+
+READERS = {
+    "speculators": speculators, "fp8": fp8, "specforge": specforge, "specforge-family": specforge_family,
+    "modelopt": modelopt, "deepspec": deepspec, "torchspec": torchspec,
+}  # fmt: skip
 
 
 def main(kind: str, out: str, data: str, *more: str) -> None:
@@ -149,7 +206,8 @@ def main(kind: str, out: str, data: str, *more: str) -> None:
         assert ids == row["input_ids"]
         # SpecForge's normaliser takes the last position out of the loss, which has nothing to predict.
         assert mask == row["loss_mask"] or mask == [*row["loss_mask"][:-1], 0]
-    print(f"{kind}: {len(seen)} samples read, {sum(len(ids) for ids, _ in seen)} tokens, ids and masks as asked for")
+    name, tokens = more[0] if kind == "specforge-family" else kind, sum(len(ids) for ids, _ in seen)
+    print(f"{name}: {len(seen)} samples read, {tokens} tokens, ids and masks as asked for")
 
 
 if __name__ == "__main__":

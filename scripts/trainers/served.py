@@ -1,11 +1,13 @@
 """Checks of served.sh: that the training set is what the server said, and that what was trained is a drafter.
 
-python served.py rows MODEL DATA TURNS.jsonl      rows and masks against the server's own tokens and text
-python served.py drafters FROM_FILES FROM_CHUNKS  both checkpoints load again, are the same, and have learnt
+python served.py epochs URL COLD TURNS.jsonl MODEL   rows that are missing are generated in the first epoch only
+python served.py rows MODEL DATA TURNS.jsonl         rows and masks against the server's own tokens and text
+python served.py drafters FROM_FILES FROM_CHUNKS     both checkpoints load again, are the same, and have learnt
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -14,6 +16,52 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
+
+NEW_ROWS, FIRST_TOKENS_LEFT_OUT = 12, 5
+
+
+def epochs(url: str, cold: str, turns: str, model: str) -> None:
+    """Two epochs of speculators' own reader over rows that the server never saw; counted by the server itself."""
+    import argparse
+    import shutil
+    import urllib.request
+
+    import datasets
+    from hs_connectors import HiddenStatesBackend
+    from speculators.train.data import ArrowDataset
+
+    import lmcache_hs_backend.integrations.speculators as tiered
+
+    def answered() -> int:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+            lines = reply.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:request_success_total"))
+
+    said = [json.loads(line) for line in Path(turns).read_text().splitlines()][:NEW_ROWS]
+    ids = [row["input_ids"][FIRST_TOKENS_LEFT_OUT:] for row in said]  # other prefixes: no chunk of theirs is there
+    table = datasets.Dataset.from_dict(
+        {"input_ids": ids, "loss_mask": [[1] * len(row) for row in ids], "seq_len": [len(row) for row in ids]}
+    )
+    table.set_format("torch")
+    shutil.rmtree("new-rows", ignore_errors=True)
+    table.save_to_disk("new-rows")
+    parser = argparse.ArgumentParser()
+    backend = HiddenStatesBackend.registry[tiered.NAME]
+    backend.add_train_args(parser)
+    options = parser.parse_args(["--hs-cold-path", cold, "--hs-final-norm", model])
+    options.on_missing = "generate"
+    transfer = backend.from_train_args(options, "new-rows")
+    reader = ArrowDataset(4096, "new-rows", transfer=transfer, vllm_endpoint=f"{url}/v1", on_missing="generate")
+    passes, requests = [], [answered()]
+    for _ in range(2):
+        passes.append([reader[number] for number in range(len(reader))])
+        requests.append(answered())
+    first, second = (after - before for before, after in itertools.pairwise(requests))
+    print(f"{len(ids)} rows that were not there: {first} requests in the first epoch, {second} in the second")
+    assert (first, second) == (len(ids), 0)
+    one, two = passes
+    assert all(torch.equal(one[row][key], two[row][key]) for row in range(len(ids)) for key in one[row])
+    print("the second epoch's tensors equal the first's to the bit")
 
 
 def rows(model: str, data: str, turns: str) -> None:
@@ -61,4 +109,4 @@ def drafters(files: str, live: str) -> None:
 
 
 if __name__ == "__main__":
-    {"rows": rows, "drafters": drafters}[sys.argv[1]](*sys.argv[2:])
+    {"epochs": epochs, "rows": rows, "drafters": drafters}[sys.argv[1]](*sys.argv[2:])
