@@ -1,4 +1,4 @@
-"""What a capture is told to do, checked before anything slow happens: the YAML, the options, and the model's config.
+"""The settings of a capture, checked before anything slow happens: from the YAML, the options, and the model's config.
 
 Needs transformers for the config, not vLLM. Where vLLM will decide for itself (``max_model_len`` on a small GPU), what
 is here is what the configs say; the capture goes by vLLM's own answer once it runs.
@@ -258,7 +258,7 @@ def _known_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _human_count(text: str) -> int | None:
-    """vLLM's ``4096``, ``4k`` (4000) or ``4K`` (4096); ``auto`` and what else it knows are left to it."""
+    """vLLM's ``4096``, ``4k`` (4000) or ``4K`` (4096); ``auto`` and other values are left to vLLM."""
     scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
     digits = text[:-1] if scale > 1 else text
     try:

@@ -294,7 +294,7 @@ class RowEncoder:
             other = self._replaced(chat, number, text)
             if other is None:
                 raise BadRow(
-                    f"which text of turn {number + 1} is the assistant's cannot be told from the chat template; "
+                    f"which text of turn {number + 1} is the assistant's does not follow from the chat template; "
                     f"one with {{% generation %}} tells (--chat-template FILE)"
                 )
             begin = other[0] if begin is None else begin
@@ -334,7 +334,7 @@ class RowEncoder:
         try:
             return token_spans(self._tokenizer, text, source.wanted, special=source.special)
         except ValueError as error:
-            raise BadRow(f"which tokens are trained on cannot be told: {error}") from None
+            raise BadRow(f"which tokens are trained on cannot be determined: {error}") from None
 
 
 # -- turns -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which rows are done: those with a complete record, all of whose chunks are on disk with every layer.
 
-A record alone says nothing: the rows that it speaks of may have been evicted since. Reads, and changes nothing.
+A record alone proves nothing: its rows may have been evicted since. Reads, and changes nothing.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Bad(NamedTuple):
 
 
 class CaptureProgress(NamedTuple):
-    """How far a run is. ``seconds_left`` is None until it can be told."""
+    """How far a run is. ``seconds_left`` is None until it can be estimated."""
 
     rows: int
     of_rows: int

@@ -110,7 +110,7 @@ def choose_layers(
 
     ``stored`` are the storage slots that occur. Without ``aux`` and ``last`` the capture decides: its last
     layer, and all others in ascending order. A slot that was not captured is a DatasetError, and so is a ``last`` that
-    is not the model's last layer as the capture knows it. Without ``uses_last`` the last layer is left out, and need
+    is not the model's last layer according to the capture. Without ``uses_last`` the last layer is left out, and need
     not be there.
     """
     slots = ", ".join(map(str, sorted(stored)))
@@ -141,7 +141,7 @@ def choose_layers(
         raise DatasetError(f"layers {', '.join(map(str, named))}: each may be named only once")
     warnings = []
     if capture.layer_ids:
-        aux.sort()  # every trainer wants ascending layers; with a known numbering that order is theirs
+        aux.sort()  # every trainer expects ascending layers, and the numbering says which those are
     else:
         warnings.append(
             f"how storage slots are numbered was not captured; {', '.join(map(str, aux)) or 'no layer'}"

@@ -217,7 +217,7 @@ def _content(index: ChunkIndex, last: int, tokens: int) -> tuple[int, bytes]:
     chunk = index.chunks[last]
     if chunk.end == tokens:
         return FIRST, chunk.prefix
-    ids = index.ids(last)  # other chunks may begin like this one, and differ behind the cut
+    ids = index.ids(last)  # other chunks may begin like this one, and differ after the cut
     return (chunk.parent, ids[: (tokens - chunk.start) * TOKEN_BYTES]) if ids is not None else (last, b"")
 
 

@@ -96,7 +96,7 @@ class Extraction:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the folder. One in which nothing has been planned is as it was before."""
+        """Close the folder. One in which nothing has been planned is left as it was before."""
         if self.journal.has_plan() or not os.path.isdir(self.journal.directory):
             self.journal.close()
             return

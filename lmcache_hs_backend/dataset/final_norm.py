@@ -4,11 +4,11 @@ Trainers disagree on whether the last hidden state is stored before or after the
 the wrong one. What a norm computes is decided, in this order, by
 
 1. the kind that the user forces,
-2. transformers' class of the model, where transformers is installed and knows the model type: it is built on the meta
+2. transformers' class of the model, where transformers is installed and has the model type: it is built on the meta
    device, so without weights and memory, and its norm is used as it is,
 3. the list in ``norm_kinds``.
 
-A model type that none of them knows is an error: most norms are RMSNorm, and one that multiplies by one plus its weight
+A model type that none of them has is an error: most norms are RMSNorm, and one that multiplies by one plus its weight
 is 50 % wrong with it. Only config.json and the norm's own tensors are read, never the model, and no code that comes
 with a checkpoint is run.
 """

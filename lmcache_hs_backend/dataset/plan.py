@@ -38,7 +38,7 @@ class Choice:
     layers: tuple[int, ...] | None = None
     last_layer: int | None = None
     sequences: str = "leaves"
-    loss_mask: str | None = None  # None: what the source of the sequences knows
+    loss_mask: str | None = None  # None: what the source of the sequences says
     tokenizer: str | None = None
     min_tokens: int = 1
     max_tokens: int | None = None
@@ -48,7 +48,7 @@ class Choice:
 
     @property
     def mask_kind(self) -> str:
-        """The kind of loss mask: what was chosen, else what the source of the sequences knows."""
+        """The kind of loss mask: what was chosen, else what the source of the sequences says."""
         if self.loss_mask is not None:
             return self.loss_mask
         return {"requests": "recorded", "leaves": "all"}.get(self.sequences, "dataset")

@@ -76,7 +76,7 @@ class RowReader:
         self._pool = BufferPool(_IDLE_BYTES)
 
     def reads_once(self, chunks: Collection[int]) -> None:
-        """Read these chunks past the page cache, where the disk can do that: nobody wants them again soon."""
+        """Read these chunks past the page cache, where the disk can do that: they are not read again soon."""
         self._read_once = chunks
 
     def __getstate__(self) -> dict[str, object]:

@@ -174,21 +174,24 @@ def report(options: argparse.Namespace) -> int:
                 answer["tokens"] == tokens for answer, tokens in zip(answers, plain, strict=True)
             ),
         }
-    print(f"accepted draft tokens a step, {len(plain)} held-out prompts; 95 % interval over prompts; by place")
-    for name, result in results.items():
-        low, high = result["interval"]
-        by_place = " ".join(f"{rate:.3f}" for rate in result["rate_by_place"])
-        print(f"  {name:11} {result['accepted_per_step']:.3f}  [{low:.3f}, {high:.3f}]  {by_place}  "
-              f"{result['same_answers_as_without_drafter']} answers the same as without a drafter")  # fmt: skip
+    print(f"{len(plain)} held-out prompts; intervals are 95 % over prompts")
+    print("| trained on | accepted draft tokens a step | interval | by place | chunks minus this | same answers |")
+    print("|---|---|---|---|---|---|")
     failed = False
-    for other in results:
-        if other == "chunks":
-            continue
-        low, high = interval([counts["chunks"], counts[other]], lambda rates: rates[0] - rates[1])
-        results[other]["chunks_minus_this"] = [low, high]
-        print(f"  chunks - {other}: 95 % interval [{low:+.3f}, {high:+.3f}]")
-        failed |= other == "hf" and not low <= 0 <= high
-        failed |= other == "wrong-last" and low <= 0
+    for name, result in results.items():
+        low, high = interval([counts["chunks"], counts[name]], lambda rates: rates[0] - rates[1])
+        result["chunks_minus_this"] = [low, high]
+        failed |= name == "hf" and not low <= 0 <= high
+        failed |= name == "wrong-last" and low <= 0
+        cells = (
+            LABELS.get(name, name).replace("\n", " "),
+            f"{result['accepted_per_step']:.3f}",
+            "{:.3f} to {:.3f}".format(*result["interval"]),
+            ", ".join(f"{rate:.3f}" for rate in result["rate_by_place"]),
+            "" if name == "chunks" else f"{low:+.3f} to {high:+.3f}",
+            f"{result['same_answers_as_without_drafter']} of {len(plain)}",
+        )
+        print(f"| {' | '.join(cells)} |")
     (folder / "acceptance.json").write_text(json.dumps(results, indent=1))
     plot(results, folder / "acceptance.png")
     print("NOT as it should be" if failed else "as it should be")

@@ -10,13 +10,14 @@
 #   extract    lmcache-hs-extract: a set for speculators
 #   rows       the same set with the rows of a Hugging Face forward; and twice with a mistake that no trainer notices:
 #              `wrong-last`, layer n - 1 in place of the last; `wrong-aux`, the other three one layer too early
-#   train-*    one EAGLE-3 drafter on each set by speculators, EPOCHS times over it (4), with a vocabulary of VOCABULARY
-#              tokens (4096); all else equal, the seed too. `chunks-2` is `chunks` with another seed: the noise
-#   accept-*   each drafter proposes DRAFT_TOKENS tokens a step (3) for the held-out prompts; greedy, ANSWER tokens (64)
+#   train-*    one EAGLE-3 drafter on each set by speculators, EPOCHS times over it (2), with a vocabulary of VOCABULARY
+#              tokens (2048); all else equal, the seed too. `chunks-2` is `chunks` with another seed: the noise
+#   accept-*   each drafter proposes DRAFT_TOKENS tokens a step (2) for the held-out prompts; greedy, ANSWER tokens (64)
 #   report     the table, DIR/acceptance.json and DIR/acceptance.png; status 1 when it is not as it should be
 #
-# DRAFTERS names the sets to train on (default: chunks hf wrong-last wrong-aux chunks-2). VLLM_PYTHON: scripts/vllm_env.sh
-# makes one; TRAINER_PYTHON: a Python with speculators 0.9 and this package's needs, as scripts/check_trainers.sh makes.
+# DRAFTERS names the sets to train on (default: chunks hf wrong-last chunks-2; wrong-aux is there, too). VLLM_PYTHON:
+# scripts/vllm_env.sh makes one; TRAINER_PYTHON: a Python with speculators 0.9 and this package's needs, as
+# scripts/check_trainers.sh makes. By the CPU time of a smaller run the defaults take some 70 minutes on two free cores.
 set -euo pipefail
 if [ $# != 4 ]; then
     sed -n '2,22p' "$0" | cut -c3- >&2
@@ -28,7 +29,7 @@ steps=$root/scripts/trainers
 export OMP_WAIT_POLICY=passive # threads wait without spinning, which beside other work costs minutes
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-read -ra drafters <<<"${DRAFTERS:-chunks hf wrong-last wrong-aux chunks-2}"
+read -ra drafters <<<"${DRAFTERS:-chunks hf wrong-last chunks-2}"
 mkdir -p "$dir"
 cd "$dir"
 
@@ -55,9 +56,9 @@ YAML
 
 train() { # SET NAME SEED
     "$trainer" "$steps/on_cpu.py" --speculator-type eagle3 --verifier-name-or-path "$model" --data-path "set-$1" \
-        --target-layer-ids 2 15 27 --draft-vocab-size "${VOCABULARY:-4096}" --train-data-ratio 0.95 \
+        --target-layer-ids 2 15 27 --draft-vocab-size "${VOCABULARY:-2048}" --train-data-ratio 0.95 \
         --total-seq-len 512 --draft-attn-impl eager --loss-implementation eager --full-attention-indices 0 \
-        --optimizer adamw --lr 1e-3 --ttt-steps "${DRAFT_TOKENS:-3}" --num-workers 1 --epochs "${EPOCHS:-4}" \
+        --optimizer adamw --lr 1e-3 --ttt-steps "${DRAFT_TOKENS:-2}" --num-workers 1 --epochs "${EPOCHS:-2}" \
         --seed "$3" --log-freq 20 --hidden-states-backend file --on-missing raise --save-path "drafter-$2"
 }
 
@@ -78,7 +79,7 @@ stage accept-none "$vllm" "$steps/acceptance.py" accept "$model" none prompts/he
     --answer "${ANSWER:-64}"
 for name in "${drafters[@]}"; do
     stage "accept-$name" "$vllm" "$steps/acceptance.py" accept "$model" "drafter-$name" prompts/held-out.jsonl \
-        "accept-$name.json" --answer "${ANSWER:-64}" --draft-tokens "${DRAFT_TOKENS:-3}"
+        "accept-$name.json" --answer "${ANSWER:-64}" --draft-tokens "${DRAFT_TOKENS:-2}"
 done
 echo "== seconds of each stage: wall, user, system"
 cat times.tsv

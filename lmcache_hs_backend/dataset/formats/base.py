@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
     checksum: str
     path: str = ""
     parts: tuple[memoryview, ...] = ()
-    facts: dict[str, Any] = {}  # noqa: RUF012 - whoever has some brings a table of its own
+    facts: dict[str, Any] = {}  # noqa: RUF012 - never changed: every format that has facts makes a dict of its own
 
 
 class Entry(NamedTuple):
@@ -114,14 +114,14 @@ class Format(abc.ABC):
         return os.path.exists(path) and os.path.getsize(path) == entry.nbytes
 
     def rewind(self, entries: Sequence[Entry]) -> None:  # noqa: B027 - most formats have nothing to go back to
-        """Go on behind these samples, the last published of each split; what was written after them does not count."""
+        """Go on after these samples, the last published of each split; what was written after them is overwritten."""
 
     def finish(self, entries: Iterable[Entry]) -> dict[str, Any]:
         """Write what describes the folder as a whole; gives the fields that the manifest must have as well."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most formats keep nothing open
-        """Let go of open files, finished or not."""
+        """Close open files, finished or not."""
 
     def folder(self, split: str) -> str:
         """Where the samples of a split go, relative to the folder."""
@@ -142,8 +142,8 @@ class Format(abc.ABC):
 class HashingFile:
     """A new file whose bytes are counted and digested as they are written.
 
-    ``direct``: past the page cache, as far as memory, lengths and the disk allow; a copy less, and the disk is never
-    behind. What does not lie on pages is written as ever.
+    ``direct``: past the page cache, as far as memory, lengths and the disk allow; one copy less, and no
+    backlog of dirty pages. What does not lie on page boundaries is written through the cache.
     """
 
     def __init__(self, path: str, *, direct: bool = False) -> None:
@@ -164,7 +164,7 @@ class HashingFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nobody reads the file soon, and the disk can start on it now; on Linux this waits for nothing.
+        # The file is not read soon, and the disk can start on it now; on Linux this does not wait.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._fd)
 

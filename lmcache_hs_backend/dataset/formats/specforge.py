@@ -58,7 +58,7 @@ class SpecForgeDFlash(SpecForge):
     def promise(self, sample: Sample, mask: torch.Tensor) -> None:
         """Raises RowRejected when no two trained tokens follow each other."""
         if not bool((mask[1:] & mask[:-1]).any()):
-            raise RowRejected("no_loss", "the algorithm wants two tokens in a row that are trained on")
+            raise RowRejected("no_loss", "the algorithm needs two tokens in a row that are trained on")
 
     def encode(self, sample: Sample, rows: Rows, mask: torch.Tensor, temporary: str) -> Encoded:
         """Save a sample to ``temporary``. Raises OSError, and RowRejected as ``promise`` does."""
