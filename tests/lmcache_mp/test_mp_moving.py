@@ -38,6 +38,7 @@ def test_the_modes_hash_tokens_differently_whatever_the_settings(
 
 def test_rows_move_through_a_shared_tier_and_the_old_directory_can_be_read(tmp_path: Path) -> None:
     """Names in a shared tier come from the tokens, so the server finds what in-process engines have uploaded."""
+    pytest.importorskip("obstore")
     shared = {"shared_url": f"file://{tmp_path}/shared", "model_revision": "r1"}
     metadata = make_metadata(chunk=CHUNK)
     config = make_config(str(tmp_path / "cold"), chunk_size=CHUNK, settings={**shared, "write_back_sec": 0})
