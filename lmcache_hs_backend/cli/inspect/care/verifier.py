@@ -200,7 +200,7 @@ class Verifier:
     def check_rest(self) -> Iterator[Finding]:
         """What is no chunk in its place: directories that cannot be used or listed, left-overs, foreign files."""
         for directory, why in self._reader.left_out:
-            yield Finding("namespace", directory, _without(directory, why), None)
+            yield Finding("namespace", directory, why, None)
         for namespace, path, why in self._refused:
             yield Finding("unreadable", path, why, namespace)
         now = time.time_ns()
@@ -428,11 +428,6 @@ def check_open(files: FileLayer, fd: int, size: int, place: Place, *, rows: bool
 
 def _place_of(place: Place) -> FilePlace:
     return place.namespace.label, STATES.index(place.state), place.file.name.hex()
-
-
-def _without(directory: str, text: str) -> str:
-    """A text about a directory without its path, which stands beside it."""
-    return text.replace(directory + ": ", "").replace(directory + "/", "")
 
 
 def summary(findings: list[Finding]) -> dict[str, int]:

@@ -190,7 +190,9 @@ def _print(output: Output, cold_path: str, verifier: Verifier, done: Done, left:
 
 def _print_finding(output: Output, cold_path: str, finding: Finding, action: str, style: str) -> None:
     """On one line; on a terminal that is too narrow for it, what is wrong stands below the path."""
-    detail = printable(finding.detail) + (f" -> {printable(action)}" if action else "")
+    # What is said of a directory begins with its path, which stands beside it already.
+    detail = finding.detail.replace(finding.path + ": ", "").replace(finding.path + "/", "")
+    detail = printable(detail) + (f" -> {printable(action)}" if action else "")
     path = printable(path_text(finding.path, cold_path, None if output.width is None else max(20, output.width - 12)))
     line = f"{finding.kind:11} {path}"
     if output.width is None or len(line) + 2 + len(detail) <= output.width:
