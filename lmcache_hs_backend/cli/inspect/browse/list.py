@@ -194,7 +194,7 @@ class _Lines:
         if chunks.skipped:
             parts.append(skipped_text(chunks.skipped))
         if hidden := len(_COLUMNS) - len(self._columns):
-            parts.append(f"{hidden} more columns in a pipe or with --format json")
+            parts.append(f"{hidden} more columns in a pipe")
         self._output.listed(parts, style="bold")
 
 
