@@ -497,7 +497,7 @@ def test_a_client_may_be_there_before_its_server(tmp_path: Path) -> None:
 
 def test_a_server_whose_cold_path_cannot_be_used_serves_on_without_rows(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with MpServer(tmp_path / "file", tmp_path / "log") as server:
+    with MpServer(tmp_path / "file", tmp_path / "log", require_cold=True) as server:
         client = server.client()
         tokens = tokens_of(2, 530)
         assert client.store_hidden_states(tokens, rows_of(2 * CHUNK, 531)) == 0
