@@ -43,7 +43,7 @@ class Server:
         self.running = 0
         self._concurrency = concurrency
         self._sampling = settings.sampling
-        self._waiting: SimpleQueue[Request] = SimpleQueue()
+        self._waiting: SimpleQueue[Request | None] = SimpleQueue()  # None ends a thread
         self._ended: SimpleQueue[Outcome] = SimpleQueue()
         try:
             card = self._ask("/v1/models", None, timeout=_START_SEC)["data"][0]
@@ -85,14 +85,16 @@ class Server:
             return ended
 
     def close(self) -> None:
-        """Nothing: the server stays."""
+        """End the threads, each after its request; the server stays."""
+        for _ in range(self._concurrency):
+            self._waiting.put(None)
 
     def abandon(self) -> None:
-        """Nothing: this process's end closes the connections, and the server then drops their requests."""
+        """The same: this process's end closes the connections, and the server then drops their requests."""
+        self.close()
 
     def _run(self) -> None:
-        while True:
-            request = self._waiting.get()
+        while (request := self._waiting.get()) is not None:
             self._ended.put(self._complete(request))
 
     def _complete(self, request: Request) -> Outcome:
