@@ -28,6 +28,7 @@ from lmcache_hs_backend.cli.capture import main
 from lmcache_hs_backend.format.namespace import local_model_revision
 from tests.capture.conftest import CASES, LARGEST_ID, ROOT
 from tests.support.cold_paths import add_prompt, namespace
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 
 
@@ -310,8 +311,9 @@ def test_ctrl_c_does_not_wait_for_a_server(smollm2: str, tmp_path: Path) -> None
         command = [sys.executable, "-m", "lmcache_hs_backend.cli.capture", smollm2, data, "--server", url]
         command += ["--cold-path", str(tmp_path / "c")]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            command, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            preexec_fn=takes_sigint,
+        )  # fmt: skip
         try:
             wait_until(asked.is_set, 60)
             started = time.monotonic()

@@ -18,6 +18,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
 from lmcache_hs_backend.integrations.lmcache_mp.wire import name_for_port
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,9 @@ class MpServer:
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_TRACK_USAGE": "false", "HS_STRICT": "1"}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=takes_sigint
+            )
         try:
             wait_until(self.answers, 240)
         except BaseException:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 from tests.vllm.english import different
 from tests.vllm.reference import ColdPath, HuggingFace, relative_error
@@ -208,7 +209,9 @@ def test_ctrl_c_ends_a_capture_within_two_seconds(model_dir: str, tmp_path: Path
     command = [sys.executable, "-m", "lmcache_hs_backend.cli.capture", model_dir, str(data), "--cold-path", str(cold)]
     command += ["--config", small(tmp_path), "--max-tokens", "64"]
     log = open(tmp_path / "log", "w")  # noqa: SIM115 - the process has it
-    process = subprocess.Popen(command, env=environment(True), stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment(True), stdout=log, stderr=log, start_new_session=True, preexec_fn=takes_sigint
+    )
     try:
         if moment == "running":
             wait_until(lambda: bool(list(cold.glob("*/sequences/*.jsonl"))) or process.poll() is not None, 240)

@@ -20,6 +20,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from tests.capture import templates
+from tests.support.processes import takes_sigint
 from tests.support.waiting import wait_until
 from tests.vllm.english import different
 from tests.vllm.reference import ColdPath
@@ -184,7 +185,12 @@ def test_ctrl_c_ends_within_two_seconds_and_the_same_command_goes_on(
     words = command(model_dir, served, data, "--cold-path", str(served.cold), "--max-tokens", "64")
     before = len(records(served))
     process = subprocess.Popen(
-        words, env={**environment(True), "VLLM_API_KEY": KEY}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words,
+        env={**environment(True), "VLLM_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=takes_sigint,
     )
     wait_until(lambda: len(records(served)) >= before + 3 or process.poll() is not None, 120)
     assert process.poll() is None, process.communicate()
