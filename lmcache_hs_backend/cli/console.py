@@ -105,12 +105,12 @@ class Output:
         if self._path is not None:
             try:
                 self._file = open(self._temporary, "x", encoding="utf-8")  # closed in __exit__
+                self._sinks.append(Console(file=self._file, width=_UNLIMITED, color_system=None, **_PLAIN))
             except OSError as error:
                 raise CommandError(f"--output {self._path} cannot be written: {error.strerror}") from None
-            try:
-                self._sinks.append(Console(file=self._file, width=_UNLIMITED, color_system=None, **_PLAIN))
-            except BaseException as error:  # Ctrl-C: the command has not begun, so nothing else removes the file
-                self.__exit__(type(error), error, error.__traceback__)
+            except BaseException:  # Ctrl-C, perhaps before open() has returned: the command has not begun
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._temporary)
                 raise
         return self
 
