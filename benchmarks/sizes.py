@@ -51,7 +51,7 @@ class Size:
     latency_chunks: int = 4  # per call
     layer_cases: tuple[tuple[int, int], ...] = ((64, 576), (8, 576), (8, 4096), (1, 4096))  # (chunks, hidden)
     caller_cases: tuple[CallerCase, ...]
-    caller_steps: int = 30
+    caller_steps: int = 12
     threads: tuple[int, ...] = (1, 4, 16)
     thread_chunks: int = 8
     thread_calls: int = 24  # per round, over all threads
