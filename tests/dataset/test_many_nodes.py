@@ -40,17 +40,22 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
     server.stop()
 
 
+def fill_nodes(folder: Path, urls: list[str], weed: SeaweedServer, conversations: list[list[int]]) -> None:
+    """Store them on ``folder/node0``, …, each with a shared tier: most on one node, every sixteenth on all."""
+    for node, url in enumerate(urls):
+        shared = {"shared_url": url} | ({} if url.startswith("file") else {"shared_options": weed.options()})
+        with Writer(folder / f"node{node}", revision="abc", salt=f"node{node}", **shared) as writer:
+            for number, ids in enumerate(conversations):
+                if number % 3 == node or number % 16 == 0:
+                    writer.put(ids)
+
+
 @pytest.fixture(scope="module")
 def nodes(weed: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
     """Three nodes with hash seeds of their own: what they have on their disks, and the URLs of their shared tiers."""
     folder = tmp_path_factory.mktemp("nodes")
     urls = [f"file://{folder}/bucket", f"s3://{BUCKET}/one", f"s3://{BUCKET}/two"]
-    for node, url in enumerate(urls):
-        shared = {"shared_url": url} | ({} if url.startswith("file") else {"shared_options": weed.options()})
-        with Writer(folder / f"node{node}", revision="abc", salt=f"node{node}", **shared) as writer:
-            for number, ids in enumerate(CONVERSATIONS):
-                if number % 3 == node or number % 16 == 0:
-                    writer.put(ids)
+    fill_nodes(folder, urls, weed, CONVERSATIONS)
     return [str(folder / f"node{node}") for node in range(3)], urls
 
 
@@ -75,12 +80,7 @@ def test_400_conversations_of_three_nodes_with_one_system_prompt(weed: SeaweedSe
     """From their disks, from three URLs, by 16 parts, and on a Ray cluster that loses a node: the same bytes."""
     conversations = [SYSTEM + ids_of(24 + seed % 9, seed=2000 + seed) for seed in range(400)]
     urls = [f"file://{tmp_path}/bucket", f"s3://{BUCKET}/many-one", f"s3://{BUCKET}/many-two"]
-    for node, url in enumerate(urls):
-        shared = {"shared_url": url} | ({} if url.startswith("file") else {"shared_options": weed.options()})
-        with Writer(tmp_path / f"node{node}", revision="abc", salt=f"node{node}", **shared) as writer:
-            for number, ids in enumerate(conversations):
-                if number % 3 == node or number % 16 == 0:
-                    writer.put(ids)
+    fill_nodes(tmp_path, urls, weed, conversations)
     options = ["--format", "speculators", "-q", "--val-fraction", "0.1", "--out"]
     disks = [str(tmp_path / f"node{node}") for node in range(3)]
     assert main([*disks, *options, str(tmp_path / "disks")]) == 0
