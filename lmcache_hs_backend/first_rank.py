@@ -26,6 +26,7 @@ from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.format.layout import SUBDIRECTORY, chunk_path, subdirectories
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.metrics import GAUGES, Metrics
+from lmcache_hs_backend.tiers.flows.core import ask_presence
 from lmcache_hs_backend.tiers.flows.store_chunks import Stored
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
@@ -122,12 +123,7 @@ class FirstRankFiles:
 
     def _present(self, refs: Sequence[ChunkRef]) -> tuple[int, str | None]:
         """How many chunks may be given out, as to this rank's KV, and why the next one may not."""
-        try:
-            answers = self._ask([ref.kv_key for ref in refs], False)
-        except Exception as error:  # noqa: BLE001 - LMCache's backends are third parties, and serving must go on
-            self.metrics.add("errors_presence")
-            logger.debug("cannot ask for the KV of %d chunk(s): %r", len(refs), error)
-            return 0, "kv_unknown"
+        answers = ask_presence(self._ask, self.metrics, [ref.kv_key for ref in refs], False)
         for number, answer in enumerate(answers):
             if answer is not Presence.PRESENT:
                 return number, "kv_absent" if answer is Presence.GONE else "kv_unknown"

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -330,11 +330,6 @@ class TieredStore:
             if self._core.closed:
                 return 0
             return reading.covered(self._core.state, names, layer_idxs, readable=readable)
-
-    def held(self, refs: Iterable[ChunkRef], layer_idxs: Collection[int]) -> int:
-        """Chunks, anywhere among ``refs``, that have every layer for just these tokens, in either tier. Index only."""
-        with self._core.lock:
-            return 0 if self._core.closed else reading.held(self._core.state, refs, layer_idxs)
 
     def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:
         """Whether the hot tier, and whether the cold tier, holds a layer of a chunk: ``(in_hot, in_cold)``."""

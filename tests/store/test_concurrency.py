@@ -18,8 +18,8 @@ import torch
 from lmcache_hs_backend.chunk import LayerSpec, Presence, token_bytes
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header, write
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.flows import retrieve_chunks
 from lmcache_hs_backend.tiers.flows.read import PendingReads, ReadJob, Reads
+from lmcache_hs_backend.tiers.memory import buffers
 from lmcache_hs_backend.tiers.memory.copies import CopyRows
 from tests.support.disks import FaultyDisk
 from tests.support.prompts import (
@@ -285,7 +285,7 @@ def test_a_copy_that_fails_on_an_io_thread_is_a_miss_at_once_and_no_wrong_row(
 def test_the_memory_of_a_cold_result_comes_back_without_a_garbage_collection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promote: bool
 ) -> None:
-    monkeypatch.setattr(retrieve_chunks, "_SMALL_RESULT", 0)  # the rows here are small; large results are meant
+    monkeypatch.setattr(buffers, "SMALL_RESULT", 0)  # the rows here are small; large results are meant
     with opened(tmp_path, promote=promote) as store:
         p, _ = on_disk(store, 6)
         gc.collect()

@@ -483,8 +483,8 @@ def test_a_result_for_which_there_is_no_memory_is_a_miss() -> None:
 import re, resource
 from pathlib import Path
 import tempfile
-from lmcache_hs_backend.tiers.flows import retrieve_chunks
-retrieve_chunks._SMALL_RESULT = 0  # as for a large result: the C library has memory of its own for these rows
+from lmcache_hs_backend.tiers.memory import buffers
+buffers.SMALL_RESULT = 0  # as for a large result: the C library has memory of its own for these rows
 with tempfile.TemporaryDirectory() as folder, opened(folder, chunks=64) as store:
     p, x = prompt(4), rows(4 * CHUNK)
     store.store(p.refs, p.bytes, {0: x})

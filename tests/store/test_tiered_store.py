@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
 from lmcache_hs_backend.tiered import TieredStore
-from lmcache_hs_backend.tiers.flows import retrieve_chunks
+from lmcache_hs_backend.tiers.memory import buffers
 from lmcache_hs_backend.tiers.state import writing
 from tests.support.prompts import (
     CHUNK,
@@ -393,9 +393,7 @@ def test_rows_may_be_kept_for_ever(store: TieredStore) -> None:
 def test_recycled_output_memory_is_never_shared_by_two_results(
     store: TieredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        retrieve_chunks, "_SMALL_RESULT", 0
-    )  # small ones come from the C library, which recycles itself
+    monkeypatch.setattr(buffers, "SMALL_RESULT", 0)  # small ones come from the C library, which recycles itself
     p, x = prompt(4), rows(4 * CHUNK)
     store.store(p.refs, p.bytes, {0: x})
     a = store.retrieve(p.refs, [0])[0]

@@ -131,10 +131,8 @@ class Channels:
 
     def _allocate(self, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for rows of a result. Raises OSError, MemoryError or RuntimeError when there is none."""
-        if torch.cuda.is_available():  # recycling memory of ours under a copy that is running would corrupt it
-            return torch.empty(num_tokens, hidden_dim, dtype=dtype, pin_memory=True)
         self._memory.trim()
-        return self._memory.get(num_tokens * hidden_dim * dtype.itemsize).rows(num_tokens, hidden_dim, dtype)
+        return self._memory.rows(num_tokens, hidden_dim, dtype)
 
     def _ended(self, channel: Channel) -> None:
         """The server has ended a connection. If it is idle, the memory that it maps is given up now."""

@@ -50,6 +50,18 @@ def all_present(kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presen
     return [Presence.PRESENT] * len(kv_keys)
 
 
+def ask_presence(
+    ask: AskPresence, metrics: Metrics, kv_keys: Sequence[object], memory_only: bool
+) -> Sequence[Presence]:
+    """Ask for the KV of chunks. Never raises: a cache that cannot be asked does not know."""
+    try:
+        return ask(kv_keys, memory_only)
+    except Exception as error:  # noqa: BLE001 - LMCache's backends are third parties, and serving must go on
+        metrics.add("errors_presence")
+        logger.debug("cannot ask for the KV of %d chunk(s): %r", len(kv_keys), error)
+        return [Presence.UNKNOWN] * len(kv_keys)
+
+
 class Core:
     """See the module's text."""
 
@@ -134,13 +146,8 @@ class Core:
             yield items[begin : begin + PIECE]
 
     def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
-        """Ask for the KV of chunks. Never raises: a cache that cannot be asked does not know."""
-        try:
-            return self.ask(kv_keys, memory_only)
-        except Exception as error:  # noqa: BLE001 - LMCache's backends are third parties, and serving must go on
-            self.metrics.add("errors_presence")
-            logger.debug("cannot ask for the KV of %d chunk(s): %r", len(kv_keys), error)
-            return [Presence.UNKNOWN] * len(kv_keys)
+        """``ask_presence`` with this store's own question."""
+        return ask_presence(self.ask, self.metrics, kv_keys, memory_only)
 
     def file_unusable(self, entry: ChunkEntry, bad: BadChunk) -> None:
         """Quarantine the file of a chunk whose name is busy with the calling job, and forget its layers."""

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: With so few reads there is nothing that torch's threads could get in the way of.
 _FEW_READS = 2
-#: Bytes up to which the C library keeps freed memory itself, touched, so that recycling it here gains nothing.
-_SMALL_RESULT = 1 << 20
 
 
 class Outputs(Protocol):
@@ -57,7 +55,6 @@ class Retrieve:
         self._copier = copier
         self._reads = reads
         self._headers = headers
-        self._pin = torch.cuda.is_available()
 
     def retrieve(
         self,
@@ -160,15 +157,7 @@ class Retrieve:
 
     def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None, outputs: Outputs | None) -> torch.Tensor:
         hidden_dim, dtype = spec.hidden_dim, dtype or TORCH_DTYPES[spec.dtype]
-        if outputs is not None:
-            return outputs.rows(tokens, hidden_dim, dtype)
-        if self._pin:
-            # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
-            return torch.empty(tokens, hidden_dim, dtype=dtype, pin_memory=True)
-        nbytes = tokens * hidden_dim * dtype.itemsize
-        if nbytes <= _SMALL_RESULT:
-            return torch.empty(tokens, hidden_dim, dtype=dtype)
-        return self._core.pool.get(nbytes).rows(tokens, hidden_dim, dtype)
+        return (self._core.pool if outputs is None else outputs).rows(tokens, hidden_dim, dtype)
 
     def _hot_moves(self, refs: Sequence[ChunkRef], walk: PromptWalk) -> dict[int, list[Move]]:
         """layer_idx → its rows that are in slots."""

@@ -7,6 +7,7 @@ back by themselves when the last tensor over them is gone. It does no I/O.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 import weakref
@@ -20,6 +21,8 @@ from lmcache_hs_backend.tiers.memory.arena import HUGE_PAGE, map_memory
 #: After so many new regions without one coming back, the caller keeps them all: then huge pages, for which the kernel
 #: has to compact memory sooner or later, cost more than the faults that they save.
 _FRESH_IN_A_ROW = 8
+#: Bytes up to which the C library keeps freed memory itself, touched, so that recycling it here gains nothing.
+SMALL_RESULT = 1 << 20
 
 _Loan = weakref.ref[ctypes.Array[ctypes.c_char]]
 
@@ -74,6 +77,20 @@ class BufferPool:
         loan = weakref.ref(lease, self._back)
         self._on_loan[id(loan)] = loan, region
         return Buffer(region, lease, nbytes)
+
+    @functools.cached_property
+    def _pinned(self) -> bool:
+        return torch.cuda.is_available()  # not in the constructor: asking may spoil a later fork
+
+    def rows(self, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result: ``[num_tokens, hidden_dim]``, undefined. Raises OSError, MemoryError or RuntimeError."""
+        if self._pinned:
+            # Recycling a region of ours under a copy that is still running would corrupt it; torch knows.
+            return torch.empty(num_tokens, hidden_dim, dtype=dtype, pin_memory=True)
+        nbytes = num_tokens * hidden_dim * dtype.itemsize
+        if nbytes <= SMALL_RESULT:
+            return torch.empty(num_tokens, hidden_dim, dtype=dtype)
+        return self.get(nbytes).rows(num_tokens, hidden_dim, dtype)
 
     def _back(self, loan: _Loan) -> None:
         # Runs wherever the last view happens to go away, inside any lock, this pool's included: it may take none.
