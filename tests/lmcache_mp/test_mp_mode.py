@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -427,7 +426,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_never_a_wrong_row(server: MpS
     first, second = tokens_of(2, 510), tokens_of(2, 511)
     rows, others = rows_of(2 * CHUNK, 512), rows_of(2 * CHUNK, 513)
     assert client.store_hidden_states(first, rows) == 2
-    server.signal(signal.SIGSTOP)
+    server.pause()
     began = time.monotonic()
     assert client.store_hidden_states(second, others) == 0  # the server will find this call when it goes on
     assert time.monotonic() - began < 2
@@ -435,7 +434,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_never_a_wrong_row(server: MpS
     for _ in range(20):
         assert client.retrieve_hidden_states(first) is None
     assert time.monotonic() - began < 1.5  # not 20 seconds
-    server.signal(signal.SIGCONT)
+    server.resume()
     wait_until(lambda: is_served(client, first, rows))
     late = client.retrieve_hidden_states(second)
     assert late is None or torch.equal(late, others.float()[: len(late)])

@@ -81,7 +81,8 @@ def started(path: Path, disk: FaultyDisk, **changes: Any) -> TieredStore:
     """A store whose files have been found by name, and no more."""
     ask = {"ask": changes.pop("ask")} if "ask" in changes else {}
     store = TieredStore(settings(path, write_back_sec=3600, **changes), 64 * LAYER_BYTES, IDENT, files=disk, **ask)
-    wait_until(lambda: unread(store) > 0)
+    files = len(chunk_files(path))  # in several directories, each with a task of its own
+    wait_until(lambda: len(store.debug.chunks()) == files and unread(store) > 0)
     return store
 
 

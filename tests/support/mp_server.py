@@ -18,7 +18,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
 from lmcache_hs_backend.integrations.lmcache_mp.wire import name_for_port
-from tests.support.processes import takes_sigint
+from tests.support.processes import stop_process, takes_sigint
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,10 +105,15 @@ class MpServer:
             self.process.wait()
             self.process = None
 
-    def signal(self, number: int) -> None:
-        """SIGSTOP and SIGCONT, say."""
+    def pause(self) -> None:
+        """It takes calls and answers nothing."""
         assert self.process is not None
-        self.process.send_signal(number)
+        stop_process(self.process)
+
+    def resume(self) -> None:
+        """It goes on, with what was called meanwhile."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def client(self, **options: Any) -> HiddenStateClient:
         """A client of this server."""

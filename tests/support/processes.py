@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from tests.support.waiting import wait_until
 
 
 def takes_sigint() -> None:
@@ -12,3 +17,16 @@ def takes_sigint() -> None:
     it starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """SIGSTOP that has taken effect when this returns: a thread that runs on another core gets it a moment later."""
+
+    def stopped() -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile: look again
+            states = [(task / "status").read_text() for task in Path(f"/proc/{process.pid}/task").iterdir()]
+            return all("(stopped)" in state for state in states)
+        return False
+
+    process.send_signal(signal.SIGSTOP)
+    wait_until(stopped)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmcache_hs_backend.format.objects import Answer, Objects
+from tests.support.processes import stop_process
 
 BUCKET = "hs-test"
 _READY_SEC = 60.0
@@ -106,7 +107,7 @@ class SeaweedServer:
     def pause(self) -> None:
         """It takes connections and answers nothing."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop_process(self._process)
 
     def resume(self) -> None:
         assert self._process is not None
