@@ -8,15 +8,18 @@ import time
 import pytest
 import torch
 
+from lmcache_hs_backend.chunk import LayerSpec
 from lmcache_hs_backend.config import TieredConfig
-from lmcache_hs_backend.format.pages import ALIGN
+from lmcache_hs_backend.format.pages import ALIGN, align
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiered import all_present
 from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
 from lmcache_hs_backend.tiers.memory import copies
+from lmcache_hs_backend.tiers.memory.arena import Arena
 from lmcache_hs_backend.tiers.memory.copies import copy_alone, work_alone
+from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES, checked_rows
 
 
 def on_a_thread(call):
@@ -55,6 +58,61 @@ def test_rows_are_copied_whole_and_converted(shape, source_dtype, target_dtype, 
 
     assert on_a_thread(copy)
     assert torch.equal(target, source.to(target_dtype))
+
+
+def neg(rows):
+    """The same rows as a view whose sign is still to be applied."""
+    return torch._neg_view(-rows)
+
+
+#: How callers' rows may lie in memory, by name: what turns plain rows into such.
+FORMS = {
+    "plain": lambda rows: rows,
+    "a part of more rows": lambda rows: torch.cat([rows, rows, rows])[len(rows) : 2 * len(rows)],
+    "some of the columns": lambda rows: torch.cat([rows, rows], 1)[:, rows.shape[1] :],
+    "transposed": lambda rows: rows.t().contiguous().t(),
+    "every second row": lambda rows: rows.repeat_interleave(2, 0)[::2],
+    "one row for all": lambda rows: rows[:1].expand(rows.shape),
+    "negated later": neg,
+    "a parameter": lambda rows: torch.nn.Parameter(rows),
+    "not a leaf": lambda rows: torch.nn.Parameter(rows) * 1,
+}
+
+
+@pytest.mark.parametrize("hidden", [1, 64, 5000], ids=["narrow", "small", "too large to be alone"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_come_into_their_slots_whatever_way_they_lie_in_memory(tmp_path, form, dtype, hidden):
+    tokens = 300
+    rows = FORMS[form](torch.randn(tokens, hidden).to(dtype))
+    spec = LayerSpec(3, DTYPE_NAMES[dtype], hidden)
+    core = Core(TieredConfig(cold_path=str(tmp_path)), 4 * align(spec.nbytes(tokens)), all_present, Metrics())
+    io = IoThreads(core, 1)
+    try:
+        # Out of order, so that they are no single run: the last 100 rows, then 80 of the middle.
+        slots = [(200, 100, 0), (20, 80, align(spec.nbytes(100)))]
+        moves = [(row, count, (offset, align(spec.nbytes(count)), spec)) for row, count, offset in slots]
+        Copier(core.arena, io).copy_in(checked_rows(rows, tokens), moves)
+    finally:
+        io.stop()
+    for row, count, offset in slots:
+        assert torch.equal(core.arena.rows_at(offset, count, hidden, spec.dtype), rows.detach()[row : row + count])
+    assert not core.arena.rows_at(0, 100, hidden, spec.dtype).requires_grad
+
+
+def test_memory_that_is_released_takes_no_more_rows(tmp_path):
+    arena = Arena(ALIGN)
+    rows = torch.ones(1, 4)
+    arena.release()
+    with pytest.raises(ValueError, match="released"):
+        arena.write(0, rows.data_ptr(), rows.nbytes)
+
+
+def test_a_small_store_calls_for_no_team_of_threads(core, io, copier, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("torch would form a team"))
+    rows = torch.randn(8, 64)
+    copier.copy_in(rows, [(0, 8, (0, ALIGN, LayerSpec(0, "F32", 64)))])
+    assert torch.equal(core.arena.rows_at(0, 8, 64, "F32"), rows)
 
 
 SHAPES = [

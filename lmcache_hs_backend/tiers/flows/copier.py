@@ -22,14 +22,17 @@ from lmcache_hs_backend.tiers.memory.copies import (
     copy_all,
     pair_bytes,
     pieces_of,
+    plain_address,
 )
-from lmcache_hs_backend.tiers.memory.runs import Move, copy_pairs
+from lmcache_hs_backend.tiers.memory.runs import Move, copy_pairs, runs_of
 from lmcache_hs_backend.tiers.state.jobs import FileJob
 
 #: So few copies that forming a team for each does not count.
 _FEW_PAIRS = 4
 #: So large that forming a team for it does not count: one thread takes a time slice, 3 or 4 ms, for it.
 _TEAM_BYTES = 32 << 20
+#: So little that the caller has copied it alone before a team would have come together.
+_ALONE_BYTES = 2 << 20
 
 
 @dataclass(eq=False)
@@ -53,7 +56,9 @@ class Copier:
 
         A GPU tensor is copied asynchronously; call ``synchronize`` before the slots are published.
         """
-        pairs = copy_pairs(self._arena, rows, moves)
+        if rows.is_cpu and self._move_in(rows, moves):
+            return
+        pairs = copy_pairs(self._arena, rows.detach(), moves)
         if rows.is_cuda:
             stream = self._stream(rows.device)
             stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -63,6 +68,20 @@ class Copier:
             rows.record_stream(stream)
         else:
             self.copy([(slot, source) for source, slot in pairs])
+
+    def _move_in(self, rows: torch.Tensor, moves: Sequence[Move]) -> bool:
+        """Copy rows, of the dtype of their slots, without torch. False, and nothing is copied, if it is not for that.
+
+        Of a small store torch's own work is the larger part: views, dispatch, and with more than one thread a team.
+        """
+        if rows.nbytes > _ALONE_BYTES and torch.get_num_threads() > 1:
+            return False
+        source = plain_address(rows)
+        if not source:
+            return False
+        for row, tokens, offset, spec in runs_of(moves):
+            self._arena.write(offset, source + spec.nbytes(row), spec.nbytes(tokens))
+        return True
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until the copies from a GPU have arrived."""

@@ -7,6 +7,7 @@ of it, and never drops one of its own chunks to make room for another.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -72,8 +73,14 @@ class TensorRows:
 
     def settle(self) -> None:
         """Wait for copies from a GPU."""
-        for device in {tensor.device for tensor in self._rows.values()}:
+        for device in {rows.device for rows in self._rows.values() if rows.is_cuda}:
             self._copier.synchronize(device)
+
+
+@functools.lru_cache(maxsize=1)
+def _as_utc(seconds: int) -> str:
+    """A time as files say it. Kept for the calls of the same second: with cold caches it takes as long as a copy."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Store:
@@ -141,8 +148,12 @@ class Store:
                 with core.lock:
                     demand.end()
                     held = 0 if core.closed else reading.held(state, refs, layer_idxs)
-                self._touch(plan.refs)
-        core.metrics.add("stored_chunks", stored)
+                    if len(plan.refs) <= PIECE:
+                        storing.end_store(state, plan.refs)
+                if len(plan.refs) > PIECE:
+                    self._touch(plan.refs)
+        if stored:
+            core.metrics.add("stored_chunks", stored)
         return Stored(stored, held)
 
     def _touch(self, refs: Sequence[ChunkRef]) -> None:
@@ -242,10 +253,9 @@ class Store:
         core = self._core
 
         def describe(ref: ChunkRef) -> Description:
-            created_at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             meta = ChunkMeta(
                 ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
-                self._model, created_at, self._capture,
+                self._model, _as_utc(int(time.time())), self._capture,
             )  # fmt: skip
             return Description(meta, ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES])
 

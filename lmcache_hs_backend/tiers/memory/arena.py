@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from lmcache_hs_backend.tiers.memory.copies import move_bytes
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,13 @@ class Arena:
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The bytes of a slot, for I/O and checksums."""
         return self._view[offset : offset + nbytes]
+
+    def write(self, offset: int, source: int, nbytes: int) -> None:
+        """Fill a slot, or a run of adjacent slots, from another address of this process; see ``copies.move_bytes``."""
+        base = self._base  # keeps the mapping, should it be released now
+        if offset + nbytes > base.nbytes:
+            raise ValueError("the slot is not in this memory, or it was released")
+        move_bytes(base.data_ptr() + offset, source, nbytes)
 
     def rows_at(self, offset: int, num_tokens: int, hidden_dim: int, dtype: str) -> torch.Tensor:
         """The rows of a slot, or of a run of adjacent slots: ``[num_tokens, hidden_dim]`` of ``dtype`` ("BF16", …)."""

@@ -33,7 +33,8 @@ def checked_rows(rows: torch.Tensor, least: int, most: int | None = None) -> tor
         )
     if rows.shape[1] == 0:
         raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
-    rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
+    if rows.requires_grad:
+        rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
     if rows.dtype in DTYPE_NAMES:
         return rows
     if not rows.dtype.is_floating_point:
