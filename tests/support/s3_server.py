@@ -1,7 +1,8 @@
 """A bucket on localhost that LMCache's S3Connector can talk to, and that can be in every kind of trouble.
 
 Enough of S3 for whole objects: PUT, GET (with ranges), HEAD, DELETE, a listing. No signature is checked, and a
-condition of a put is ignored, as some stores do. ``python -m tests.support.s3_server`` serves until its stdin ends.
+condition of a put is ignored, as some stores do. ``python -m tests.support.s3_server [SECONDS]`` serves until its stdin
+ends, and answers a GET after so many seconds: on localhost there is no network.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,7 +22,8 @@ from xml.sax.saxutils import escape
 class S3Server:
     """Objects in memory. ``mode``: ``ok``, ``hang`` (accepts, never answers), or a status that everything gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay_sec: float = 0.0) -> None:
+        self.delay_sec = delay_sec  # before each GET is answered
         self.objects: dict[str, bytes] = {}
         self.mode: str | int = "ok"
         self._go_on = threading.Event()
@@ -96,6 +99,7 @@ class S3Server:
                     self._answer(404 if held is None else 200, held or b"", head=True)
 
             def do_GET(self) -> None:
+                time.sleep(bucket.delay_sec)
                 if self._in_trouble():
                     return
                 query = parse_qs(urlsplit(self.path).query)
@@ -141,5 +145,5 @@ class S3Server:
 
 
 if __name__ == "__main__":
-    print(S3Server().port, flush=True)
+    print(S3Server(float(sys.argv[1]) if len(sys.argv) > 1 else 0.0).port, flush=True)
     sys.stdin.read()

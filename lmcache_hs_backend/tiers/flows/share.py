@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lmcache_hs_backend.chunk import TOKEN_BYTES, ChunkMeta, ChunkRef, Presence, chunk_name
+from lmcache_hs_backend.chunk import ChunkMeta, ChunkRef, Presence, chunk_name
 from lmcache_hs_backend.config import ConfigError, TieredConfig
 from lmcache_hs_backend.format import objects
 from lmcache_hs_backend.format.header import BadChunk, FileLayout
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 #: Most chunks that one call asks for, and that all calls together wait for.
 WINDOW = 64
 _MOST_WAITING = 4 * WINDOW
-_READERS = 8
+_READERS = 32  # requests at a time; they mostly wait for the network
 _UPLOADERS = 4
 _REQUEST_PART = 0.75  # of shared_read_sec: so that a request that hangs ends before its call does
 _UPLOAD_SEC = 30.0
@@ -262,9 +262,8 @@ class Share:
                 for spec, view in fetched.rows.items()
                 if spec.layer_idx not in held and (fetch.layer_idxs is None or spec.layer_idx in fetch.layer_idxs)
             }
-            # A store takes all token ids of the prompt; of those in front of the chunk it reads none.
-            ids = bytes(ref.start * TOKEN_BYTES) + fetched.header.token_ids
-            stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC).new if rows else 1
+            ids = fetched.header.token_ids
+            stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC, ref.start).new if rows else 1
         finally:
             with core.lock:
                 core.callers -= 1

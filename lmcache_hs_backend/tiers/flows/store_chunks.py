@@ -101,9 +101,10 @@ class Store:
         rows: Mapping[int, torch.Tensor],
         row_offset: int,
         wait_sec: float | None = None,
+        first_id: int = 0,
     ) -> Stored:
         """``store_from`` for rows in this process: layer_idx → ``[num_tokens, hidden_dim]``, see TensorRows."""
-        return self.store_from(refs, ids, TensorRows(self._copier, rows), row_offset, wait_sec)
+        return self.store_from(refs, ids, TensorRows(self._copier, rows), row_offset, wait_sec, first_id)
 
     def store_from(
         self,
@@ -112,11 +113,13 @@ class Store:
         source: RowSource,
         row_offset: int,
         wait_sec: float | None = None,
+        first_id: int = 0,
     ) -> Stored:
         """Keep layers of the chunks that start at or after token ``row_offset``, where the rows begin.
 
-        ``ids``: all token ids. A chunk recovered from disk counts as new the first time it is stored in this process,
-        though nothing is copied. ``wait_sec``: how long to wait for room; None: the setting's time.
+        ``ids``: all token ids from position ``first_id`` on. A chunk recovered from disk counts as new the first time
+        it is stored in this process, though nothing is copied. ``wait_sec``: how long to wait for room; None: the
+        setting's time.
         """
         core, state = self._core, self._core.state
         began = time.monotonic()
@@ -142,7 +145,7 @@ class Store:
                         break
                     batch = missing[done : done + len(placed)]
                     self._copy(batch, placed, source, specs, row_offset)
-                    stored += self._publish(plan, batch, placed, ids, done)
+                    stored += self._publish(plan, batch, placed, ids, first_id, done)
                     done += len(placed)
             finally:
                 with core.lock:
@@ -247,6 +250,7 @@ class Store:
         batch: Sequence[MissingLayers],
         placed: Sequence[dict[int, Slot]],
         ids: bytes,
+        first_id: int,
         done: int,
     ) -> int:
         """The copied rows become part of their chunks; how many chunks are newly counted."""
@@ -257,7 +261,8 @@ class Store:
                 ref.key, ref.chunk_hash, ref.parent, ref.prefix, ref.start, ref.num_tokens,
                 self._model, _as_utc(int(time.time())), self._capture,
             )  # fmt: skip
-            return Description(meta, ids[ref.start * TOKEN_BYTES : ref.end * TOKEN_BYTES])
+            begin, end = (ref.start - first_id) * TOKEN_BYTES, (ref.end - first_id) * TOKEN_BYTES
+            return Description(meta, ids[begin:end])
 
         stored, streaming = 0, done > 0
         more = done + len(batch) < len(plan.missing) or len(batch) > PIECE
