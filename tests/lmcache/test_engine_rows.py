@@ -307,6 +307,29 @@ def test_tokens_may_be_a_list_a_tuple_or_a_tensor_of_any_int(start):
         assert torch.equal(engine.retrieve(ids), GOOD.float())
 
 
+def test_a_list_that_has_changed_since_the_last_call_is_another_prompt(engine):
+    store, others = engine.store, rows_of(2 * CHUNK, seed=2)
+    given = list(TOKENS)
+    changed = [TOKENS[0] + 1, *TOKENS[1:]]
+    for ids in (given, changed):
+        engine.store_kv(ids)
+    assert store.store_hidden_states(given, GOOD) == 2
+    given[0] += 1
+    assert store.retrieve_hidden_states(given) is None
+    assert store.store_hidden_states(given, others) == 2
+    assert torch.equal(store.retrieve_hidden_states(given), others.float())
+    assert torch.equal(store.retrieve_hidden_states(TOKENS), GOOD.float())
+    given.append(5)
+    assert torch.equal(store.retrieve_hidden_states(given), others.float())
+
+
+def test_token_ids_that_cannot_be_compared_with_the_last_ones_are_refused_as_ever(engine):
+    assert engine.store.store_hidden_states(TOKENS, GOOD) == 2
+    for wrong in (torch.tensor([TOKENS[0], 2]), [TOKENS[0]], str(TOKENS[0])):
+        with pytest.raises(ValueError, match="token_ids"):
+            engine.store.retrieve_hidden_states([wrong, *TOKENS[1:]])
+
+
 def test_a_wrong_call_of_a_layer_that_is_not_allowed_is_still_left_out(start):
     engine = start(hidden_state_layers=[0])
     assert engine.store.store_hidden_states(TOKENS, GOOD > 0, layer_idx=1) == 0

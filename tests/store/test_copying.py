@@ -166,6 +166,20 @@ def test_a_copy_that_fails_is_the_callers_error_and_nobody_works_on_behind_its_b
     assert all(bool((old == old.flatten()[0]).all()) for old in before), "no piece was left in the middle"
 
 
+def test_little_is_copied_by_the_caller_alone_whose_threads_are_its_own_again(copier, monkeypatch):
+    threads = torch.get_num_threads()
+    teams = []
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args: (teams.append(torch.get_num_threads()), real(*args))[1])
+    source, target = torch.randn(256, 1024), torch.zeros(256, 1024)
+    copier.copy([(target, source)])
+    assert torch.equal(target, source)
+    assert teams == [1]
+    with pytest.raises(RuntimeError):
+        copier.copy([(target, source[:3])])
+    assert torch.get_num_threads() == threads
+
+
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("rows", [512, 8192], ids=["8 MiB", "128 MiB"])
 def test_while_an_io_thread_works_a_small_copy_waits_for_no_team(copier, io, monkeypatch, rows, busy):

@@ -49,6 +49,9 @@ PLUGIN_CLASS = "HSTieredBackend"
 DEFAULT_PLUGIN = "hs_tiered"
 
 _MAX_LAYER_IDX = 2**63
+#: Of prompts as short as this their token ids are kept as they were given: comparing them is all that a small call of
+#: the same prompt does with them.
+_FEW_CHUNKS = 64
 
 
 def _never_the_engines_trouble(fallback: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -72,6 +75,7 @@ def _never_the_engines_trouble(fallback: Callable[[], Any]) -> Callable[[Callabl
 class _HashedPrompt(NamedTuple):
     """A prompt whose chunks are known; never changed, so threads may share it."""
 
+    token_ids: list[int] | None  # as they were given, when that was a list
     ids: bytes
     request_configs: dict[str, Any] | None
     refs: list[ChunkRef]
@@ -244,7 +248,7 @@ class TieredHiddenStateStore:
         num_tokens = len(token_ids)
         if not 0 <= token_offset <= num_tokens:
             raise ValueError(f"token_offset ({token_offset}) must be in [0, len(token_ids) ({num_tokens})]")
-        ids = token_bytes(token_ids)
+        ids = self._token_bytes(token_ids)
         rows = {_layer_idx(idx): checked_rows(tensor, num_tokens - token_offset) for idx, tensor in layers.items()}
         return self._store(token_ids, ids, rows, token_offset, request_configs)
 
@@ -270,10 +274,12 @@ class TieredHiddenStateStore:
         Raises:
             ValueError: An argument is wrong.
         """
-        if dtype is not None and not dtype.is_floating_point:
+        if dtype is not None and dtype is not torch.float32 and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a float dtype or None, got {dtype}")
-        ids = token_bytes(token_ids)
-        wanted = list(dict.fromkeys(map(_layer_idx, layer_idxs)))
+        ids = self._token_bytes(token_ids)
+        wanted = [_layer_idx(idx) for idx in layer_idxs]
+        if len(wanted) > 1:
+            wanted = list(dict.fromkeys(wanted))
         return self._retrieve(token_ids, ids, wanted, dtype, request_configs)
 
     def prefetch(
@@ -389,8 +395,20 @@ class TieredHiddenStateStore:
         refs = chunk_refs(
             ((start, end, self._kept_as(key).to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids
         )
-        self._last_prompt = _HashedPrompt(ids, copy.deepcopy(request_configs), refs)
+        given = list(token_ids) if len(refs) <= _FEW_CHUNKS else None
+        self._last_prompt = _HashedPrompt(given, ids, copy.deepcopy(request_configs), refs)
         return refs
+
+    def _token_bytes(self, token_ids: TokenIds) -> bytes:
+        """``chunk.token_bytes``, at once for the list of the last call. Raises ValueError."""
+        last = self._last_prompt
+        if last is not None and type(token_ids) is list:
+            try:
+                if token_ids == last.token_ids:
+                    return last.ids
+            except Exception:  # noqa: BLE001 - some arrays cannot be compared; what is wrong with them is said below
+                pass
+        return token_bytes(token_ids)
 
     def _name_of_hash(self, chunk_hash: int) -> bytes:
         return self._name(self._token_database._make_key_by_hash(chunk_hash))

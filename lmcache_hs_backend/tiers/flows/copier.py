@@ -19,7 +19,7 @@ from lmcache_hs_backend.tiers.memory.copies import (
     CopyPair,
     SharedCopies,
     alone,
-    copy_all,
+    copy_without_team,
     pair_bytes,
     pieces_of,
     plain_address,
@@ -100,10 +100,11 @@ class Copier:
     def copy(self, pairs: Sequence[CopyPair], *, reading: bool = False) -> None:
         """Copy all pairs, converting. Raises what a copy raises, when no thread works on any of them any more."""
         threads = torch.get_num_threads()
-        if threads > 1 and not reading and self._io.working and sum(map(pair_bytes, pairs)) < _TEAM_BYTES:
-            with alone():
-                copy_all(pairs)
-            return
+        if threads > 1 and not reading:
+            nbytes = sum(map(pair_bytes, pairs))
+            if nbytes <= _ALONE_BYTES or (nbytes < _TEAM_BYTES and self._io.working):
+                copy_without_team(pairs)
+                return
         few = len(pairs) <= _FEW_PAIRS
         if threads == 1 or (not reading and (few or all(pair_bytes(pair) >= _TEAM_BYTES for pair in pairs))):
             for target, source in pairs:  # in the caller's mode, as the result was made

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_hs_backend.chunk import AskPresence, Presence
@@ -133,12 +133,13 @@ class Core:
 
     # -- without the lock ------------------------------------------------------------------------------
 
-    def pieces(self, items: Sequence[T], *, from_end: bool = False) -> Iterator[Sequence[T]]:
+    def pieces(self, items: Sequence[T], *, from_end: bool = False) -> Iterable[Sequence[T]]:
         """The items in parts of PIECE, each to be handled under the lock, with a break for other calls in between."""
         if len(items) <= PIECE:
-            if items:
-                yield items
-            return
+            return (items,) if items else ()
+        return self._parts(items, from_end)
+
+    def _parts(self, items: Sequence[T], from_end: bool) -> Iterator[Sequence[T]]:
         begins = range(0, len(items), PIECE)
         for number, begin in enumerate(reversed(begins) if from_end else begins):
             if number and self.callers > 1:

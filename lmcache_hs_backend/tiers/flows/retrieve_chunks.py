@@ -118,8 +118,8 @@ class Retrieve:
             for entries in core.pieces(walk.entries[:served], from_end=True):
                 with core.lock:
                     reading.end_retrieve(state, entries, served=True)
-        from_disk = sum(position < served for position in cold)
-        counts = {"hits_hot": served - from_disk, "hits_cold": from_disk}
+        from_disk = sum([position < served for position in cold]) if cold else 0
+        counts = {"hits_hot": served - from_disk, "hits_cold": from_disk} if cold else {"hits_hot": served}
         if miss is not None:
             counts[f"misses_{miss}"] = 1
             if miss == "timeout":
@@ -149,15 +149,15 @@ class Retrieve:
         self, tokens: int, specs: Sequence[LayerSpec], dtype: torch.dtype | None, outputs: Outputs | None
     ) -> dict[int, torch.Tensor]:
         """layer_idx → memory for its rows; none at all when the system has not enough."""
+        memory = (self._core.pool if outputs is None else outputs).rows
         try:
-            return {spec.layer_idx: self._output(tokens, spec, dtype, outputs) for spec in specs}
+            return {
+                layer_idx: memory(tokens, hidden_dim, TORCH_DTYPES[name] if dtype is None else dtype)
+                for layer_idx, name, hidden_dim in specs
+            }
         except (OSError, MemoryError, RuntimeError) as error:  # mmap's, Python's and torch's ways to say it
             logger.warning("no memory for %d rows of %d layer(s): %s", tokens, len(specs), error)
             return {}
-
-    def _output(self, tokens: int, spec: LayerSpec, dtype: torch.dtype | None, outputs: Outputs | None) -> torch.Tensor:
-        hidden_dim, dtype = spec.hidden_dim, dtype or TORCH_DTYPES[spec.dtype]
-        return (self._core.pool if outputs is None else outputs).rows(tokens, hidden_dim, dtype)
 
     def _hot_moves(self, refs: Sequence[ChunkRef], walk: PromptWalk) -> dict[int, list[Move]]:
         """layer_idx → its rows that are in slots."""

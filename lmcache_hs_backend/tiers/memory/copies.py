@@ -164,6 +164,23 @@ def alone() -> Iterator[None]:
             runtime.omp_set_num_threads(threads)
 
 
+def copy_without_team(pairs: Sequence[CopyPair]) -> None:
+    """Copy each pair on the calling thread alone, in the mode of inference that it is in. For a few small copies."""
+    runtimes = _runtimes()
+    if not runtimes:
+        copy_all(pairs)
+        return
+    threads = torch.get_num_threads()
+    try:
+        for runtime in runtimes:
+            runtime.omp_set_num_threads(1)
+        for target, source in pairs:
+            target.copy_(source)
+    finally:
+        for runtime in runtimes:
+            runtime.omp_set_num_threads(threads)
+
+
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)``, both ``[num_tokens, hidden_dim]``, on the calling thread only."""
     # A result that was made within inference mode, which belongs to its thread, can be written in that mode alone.
@@ -183,10 +200,11 @@ def copy_serially(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @functools.cache
 def _runtimes() -> list[ctypes.CDLL]:
-    found = []
+    found: list[ctypes.CDLL] = []
     for name in _RUNTIMES:
         try:
-            runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only one that is in use already
+            # Only one that is in use already; a call is too short to give up the interpreter's lock for.
+            runtime = ctypes.PyDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
             runtime.omp_set_num_threads.argtypes = [ctypes.c_int]
         except (OSError, AttributeError):
             continue

@@ -100,7 +100,9 @@ def judge_presence(
     """
     entries, miss = walk.entries, walk.miss
     present = Presence.PRESENT
-    known = next((number for number, answer in enumerate(answers) if answer is not present), len(entries))
+    known = len(entries)
+    if answers.count(present) != known:
+        known = next((number for number, answer in enumerate(answers) if answer is not present), known)
     for position, entry in enumerate(entries[:known]):
         if entry.kv is not CONFIRMED or entry.unacknowledged:
             state.confirm(entry, refs[position].kv_key, now_ns)
