@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from rich import progress as bars
@@ -82,12 +82,13 @@ def _extract(args: argparse.Namespace) -> int:
             choice = _as_planned(choice, head, args)
         with _counting(args.quiet) as looked_at:
             plan = make_plan(choice, looked_at)
-        _check_plan(plan, args, kind)
-        norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
-        _describe(plan, args, say)
-        if args.dry_run:
-            return _dry_run(plan, norm, args, kind, say)
-        return _write(plan, norm, args, kind, say)
+        with plan:
+            _check_plan(plan, args, kind)
+            norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
+            _describe(plan, args, say)
+            if args.dry_run:
+                return _dry_run(plan, norm, args, kind, say)
+            return _write(plan, norm, args, kind, say)
     except DatasetError as error:
         raise CommandError(str(error)) from None
 
@@ -211,12 +212,13 @@ def _in_parts(choice: Choice, args: argparse.Namespace, kind: type[Format], say:
 def _plan_parts(choice: Choice, args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> None:
     with _counting(args.quiet) as looked_at:
         plan = make_plan(choice, looked_at)
-    _check_plan(plan, args, kind)
-    norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
-    _describe(plan, args, say)
-    with Extraction(args.out, resume=True) as extraction:
-        writer = kind(_job(plan, norm, args, extraction.out, extraction.journal.directory))
-        _file_plan(extraction, plan, norm, args, writer)
+    with plan:
+        _check_plan(plan, args, kind)
+        norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind)
+        _describe(plan, args, say)
+        with Extraction(args.out, resume=True) as extraction:
+            writer = kind(_job(plan, norm, args, extraction.out, extraction.journal.directory))
+            _file_plan(extraction, plan, norm, args, writer)
     say(f"{len(plan.samples)} samples are planned in {args.out}; go on with --part 1/N to N/N, then --finish")
 
 
@@ -226,15 +228,17 @@ def write_part(args: argparse.Namespace) -> Progress:
     kind = format_of(args.format, args.algorithm)
     urls = url_options(args.shared_options, args.cache_dir, args.cache_size)
     index, stored_normed = parts.read_index(args.out, urls)
-    head, samples = read_plan(args.out, index.chunks)
-    plan = planned(_as_planned(_choice(args, kind), head, args), index, samples)
-    norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind, stored_normed=stored_normed)
-    norm.reader.reads_once(read_once(index, samples))
-    writer = kind(_job(plan, norm, args, os.path.abspath(args.out), os.path.join(os.path.abspath(args.out), STATE)))
-    places = parts.places_of(index, samples, *args.part)
-    run = parts.PartRun(os.path.abspath(args.out), *args.part)
-    with _bar(writer, [samples[place] for place in places], args.quiet) as show:
-        return run.run(samples, places, Encoder(norm.reader, plan, writer), args.workers, show)
+    out = os.path.abspath(args.out)
+    with closing(index):
+        head, samples = read_plan(args.out, index.chunks)
+        plan = planned(_as_planned(_choice(args, kind), head, args), index, samples)
+        norm = plan_norm(plan, kind.wants_normed, args.final_norm, args.norm_kind, stored_normed=stored_normed)
+        norm.reader.reads_once(read_once(index, samples))
+        writer = kind(_job(plan, norm, args, out, os.path.join(out, STATE)))
+        places = parts.places_of(index, samples, *args.part)
+        run = parts.PartRun(out, *args.part)
+        with _bar(writer, [samples[place] for place in places], args.quiet) as show:
+            return run.run(samples, places, Encoder(norm.reader, plan, writer), args.workers, show)
 
 
 def _finish_parts(args: argparse.Namespace, kind: type[Format], say: Callable[[str], None]) -> int:

@@ -76,7 +76,7 @@ class _Found:
 
 
 class ChunkIndex:
-    """The chunks of cold paths that belong to one model, parents before children."""
+    """The chunks of cold paths that belong to one model, parents before children. To be closed."""
 
     def __init__(
         self,
@@ -115,6 +115,16 @@ class ChunkIndex:
         self._layouts: dict[FileLayout, FileLayout] = {}
         self._spaces: dict[tuple[Any, ...], int] = {}
         self._captures: dict[str, str] = {}
+        try:
+            self.chunks = self._link(self._look_through(cold_paths, model, looked_at, chunk_size))
+        except BaseException:
+            self.close()
+            raise
+
+    def _look_through(
+        self, cold_paths: Sequence[str], model: str | None, looked_at: Callable[[int], None], chunk_size: int | None
+    ) -> dict[tuple[int, bytes, int], _Found]:
+        """Read every header. Raises DatasetError."""
         found: dict[tuple[int, bytes, int], _Found] = {}
         seen: set[str] = set()
         known: set[str] = set()
@@ -160,7 +170,7 @@ class ChunkIndex:
             which = "" if model is None else f" of {model!r}; there are: {', '.join(sorted(known)) or 'none'}"
             which += "" if chunk_size is None else f" (of {chunk_size} tokens, as --chunk-size says)"
             raise NothingThere(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
-        self.chunks = self._link(found)
+        return found
 
     @classmethod
     def from_plan(
@@ -193,6 +203,10 @@ class ChunkIndex:
                     self.files.objects(url)
                 except ValueError as error:
                     raise DatasetError(f"{url} cannot be read; it must be {error}") from None
+
+    def close(self) -> None:
+        """Give up the threads and connections of URLs, without waiting. What is read after that starts new ones."""
+        self.files.release()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ids": {}}  # they are wanted while samples are planned

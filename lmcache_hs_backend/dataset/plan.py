@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass
 class Plan:
-    """The samples of a dataset, and everything needed to read them."""
+    """The samples of a dataset, and everything needed to read them. A context manager, or to be closed."""
 
     choice: Choice
     index: ChunkIndex
@@ -67,6 +67,16 @@ class Plan:
     prepared: Prepared | None
     unusable: dict[str, int]
     warnings: list[str]
+
+    def close(self) -> None:
+        """See ``ChunkIndex.close``."""
+        self.index.close()
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def tokens(self) -> int:
@@ -130,6 +140,14 @@ def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: N
     """Find the samples. Raises DatasetError for anything that makes the choice impossible."""
     masks, prepared = _masks(choice)
     index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size, urls=choice.urls)
+    try:
+        return _find_samples(choice, masks, prepared, index)
+    except BaseException:
+        index.close()
+        raise
+
+
+def _find_samples(choice: Choice, masks: LossMask, prepared: Prepared | None, index: ChunkIndex) -> Plan:
     layers, warnings = _layers(choice, index)
     forest = UsableForest(index, layers.slots)
     report = Report(choice.sequences)

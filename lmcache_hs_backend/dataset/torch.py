@@ -24,6 +24,8 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
     An item is a dict of CPU tensors, for S tokens, n auxiliary layers and hidden size H:
     ``input_ids``, ``loss_mask``, ``position_ids`` int64 ``[S]``; ``hidden_states`` bf16 ``[S, n * H]``;
     ``last_hidden_states`` bf16 ``[S, H]``.
+
+    A context manager, or to be closed: with URLs it has threads and connections.
     """
 
     def __init__(
@@ -79,9 +81,26 @@ class HiddenStateDataset(Dataset[dict[str, torch.Tensor]]):
             urls=url_options(shared_options, cache_dir, int(cache_gb * 2**30)),
         )
         self.plan: Plan = make_plan(choice)
-        norm = plan_norm(self.plan, None if final_norm is None else True, final_norm, norm_kind)
+        try:
+            norm = plan_norm(self.plan, None if final_norm is None else True, final_norm, norm_kind)
+        except BaseException:
+            self.close()
+            raise
         self._reader, self.normed = norm.reader, norm.normed
         self.warnings = list(self.plan.warnings)
+
+    def close(self) -> None:
+        """Give up the threads and connections of URLs, without waiting. What is read after that starts new ones.
+
+        Those of DataLoader workers end with the workers.
+        """
+        self.plan.close()
+
+    def __enter__(self) -> HiddenStateDataset:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return len(self.plan.samples)

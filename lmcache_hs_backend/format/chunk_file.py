@@ -97,6 +97,12 @@ class FileLayer:
             again: Whether it is likely to be read again, so that it is worth a copy nearby.
         """
 
+    def release(self) -> None:
+        """Nothing more is to be read for now: give up threads, connections and what ``will_read`` has begun.
+
+        What is opened later starts anew. System calls keep nothing in between.
+        """
+
 
 def direct_refusal(files: FileLayer, directory: str) -> OSError | None:
     """Why a filesystem does not take O_DIRECT, found out by writing one page in ``directory``; None where it does."""

@@ -67,6 +67,8 @@ class Place(NamedTuple):
 class ColdTierReader:
     """The chunks of a cold path or URL, namespace by namespace. Takes no lock, imports no torch, changes nothing.
 
+    A context manager, or to be closed: one of a URL has threads and connections.
+
     Attributes:
         cold_path: Its absolute path; the URL of objects.
         source: Lists it.
@@ -85,11 +87,12 @@ class ColdTierReader:
                 ``shared_url`` names: ``file:///directory``, ``s3://``, ``gs://`` or ``az://``, read as it is.
             shared_options: obstore's options for a URL, as the setting of that name. Keys, regions and endpoints also
                 come from the usual environment variables (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``).
-            files: Opens the files, in place of a layer of its own.
+            files: Opens the files, in place of a layer of its own; its owner releases it.
 
         Raises:
             NotAColdPath: There is no namespace that this version can read; one line says why.
         """
+        self._owns_files = files is None
         files = files or (UrlFiles(UrlOptions(shared_options or {})) if is_url(cold_path) else FileLayer())
         self.source: ChunkSource = source_of(cold_path, files)
         self.cold_path, self.files = self.source.address, self.source.files
@@ -115,6 +118,17 @@ class ColdTierReader:
                     if not self.source.is_local:
                         raise
                     logger.warning("passed over in %s: %s", namespace.directory, error)
+
+    def close(self) -> None:
+        """Give up threads and connections, without waiting for them. What is read after that starts new ones."""
+        if self._owns_files:
+            self.files.release()
+
+    def __enter__(self) -> ColdTierReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def _why_not(self, cold_path: str) -> str:
         """The most telling reason: a namespace of another version, if there is one."""

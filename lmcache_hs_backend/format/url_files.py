@@ -9,13 +9,14 @@ An object never changes under an open handle: what was read together belongs tog
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,7 +129,12 @@ class UrlFiles(FileLayer):
         self._refuse_fork(path)
         with self._lock:
             begun = self._begun.pop(path, None)
-        reply = self._get(path, 0, _FIRST_BYTES) if begun is None else begun.reply.result()
+        reply = None
+        if begun is not None:
+            with contextlib.suppress(CancelledError):  # it had not started when ``release`` was called
+                reply = begun.reply.result()
+        if reply is None:
+            reply = self._get(path, 0, _FIRST_BYTES)
         handle = next(self._handles)
         self._open[handle] = _OpenObject(path, _body(reply, path), reply.size, reply.modified)
         return handle
@@ -178,6 +184,20 @@ class UrlFiles(FileLayer):
             self._begun[path] = _Begun(nbytes, self._pool.submit(self._first, path, nbytes, size, again))
             while len(self._begun) > _MOST_ANNOUNCED:
                 del self._begun[next(iter(self._begun))]
+
+    def release(self) -> None:
+        """See FileLayer. Does not wait: threads end with the requests that they are in, clients with the last of them.
+
+        In a forked child, where the threads are not, this does nothing.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            pool, self._pool = self._pool, None
+            self._begun.clear()
+            self._roots = dict.fromkeys(self._roots)
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # -- requests --------------------------------------------------------------------------------------------
 

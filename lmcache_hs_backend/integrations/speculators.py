@@ -25,6 +25,7 @@ from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.cli.arguments import shared_options
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected, Unreachable
+from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.plan import DATASET, Choice, make_plan, plan_norm
 from lmcache_hs_backend.dataset.prepared import open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
@@ -58,6 +59,7 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         """
         self._choice = choice
         self._final_norm = final_norm
+        self._index: ChunkIndex | None = None
         self._reader: RowReader | None = None
         self._samples: dict[int, Sample] = {}
         self._news = _NewRequests(choice.cold_paths)
@@ -76,7 +78,13 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._news.read()
         self._news.prefixes.clear()  # before the look: what comes meanwhile is news to the next one
         plan = make_plan(self._choice)
-        self._reader = plan_norm(plan, False, self._final_norm).reader
+        self.close()  # that of the last look
+        self._index = plan.index
+        try:
+            self._reader = plan_norm(plan, False, self._final_norm).reader
+        except BaseException:
+            self.close()
+            raise
         for warning in plan.warnings:
             logger.warning("%s", warning)
         lengths = {row: tokens for row, tokens, _ in plan.report.coverage}
@@ -84,6 +92,11 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._samples = {s.row: s for s in plan.samples if s.tokens == lengths[s.row]}
         covered, partly, missing = plan.report.covered()
         logger.info("hidden states of %d rows are there, of %d in part, of %d not", covered, partly, missing)
+
+    def close(self) -> None:
+        """Give up the threads and connections of URLs, without waiting. What is read after that starts new ones."""
+        if self._index is not None:
+            self._index.close()
 
     def _look_again(self, file_idx: int) -> Sample | None:
         """The sample of a row that was not there at the last look, if a request of just its tokens has ended since."""

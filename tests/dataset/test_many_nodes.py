@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,15 @@ def nodes(weed: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.fixture(autouse=True)
-def _keys(weed: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _keys(weed: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The bucket's keys. Whoever has read in this process has closed what it read, so no thread is left."""
     options = weed.options()
     monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    wait_until(lambda: not readers_threads(), 60)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -73,6 +77,11 @@ def contents(out: Path) -> dict[str, bytes]:
     files = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     manifest = json.loads(files.pop("manifest.json"))
     return files | {"samples": json.dumps(manifest["samples"]).encode()}
+
+
+def readers_threads() -> list[str]:
+    """Of readers of URLs in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-objects")]
 
 
 @pytest.mark.slow
@@ -141,20 +150,21 @@ def test_a_dataset_reads_urls_in_spawned_workers_and_says_why_not_in_forked_ones
     nodes: tuple[list[str], list[str]],
 ) -> None:
     _, urls = nodes
-    data = HiddenStateDataset(urls[1:])
-    mine = [ids for number, ids in enumerate(CONVERSATIONS) if number % 3 or number % 16 == 0]
-    assert sorted(data.lengths) == sorted(map(len, mine))
-    rows = {tuple(item["input_ids"].tolist()): item for item in map(data.__getitem__, range(len(data)))}
-    for ids in mine:
-        expected = stacked_of(ids, (*AUX, LAST))
-        assert torch.equal(rows[tuple(ids)]["hidden_states"], expected[:, :-1].flatten(1))
-        assert torch.equal(rows[tuple(ids)]["last_hidden_states"], expected[:, -1])
-    for method in ("spawn", "forkserver"):
-        loader: Any = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
-        assert {tuple(item["input_ids"].tolist()) for item in loader} == rows.keys()
-    forked = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(Unreachable, match="spawn or forkserver"):
-        next(iter(forked))
+    with HiddenStateDataset(urls[1:]) as data:
+        mine = [ids for number, ids in enumerate(CONVERSATIONS) if number % 3 or number % 16 == 0]
+        assert sorted(data.lengths) == sorted(map(len, mine))
+        rows = {tuple(item["input_ids"].tolist()): item for item in map(data.__getitem__, range(len(data)))}
+        for ids in mine:
+            expected = stacked_of(ids, (*AUX, LAST))
+            assert torch.equal(rows[tuple(ids)]["hidden_states"], expected[:, :-1].flatten(1))
+            assert torch.equal(rows[tuple(ids)]["last_hidden_states"], expected[:, -1])
+        for method in ("spawn", "forkserver"):
+            loader: Any = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=method)
+            assert {tuple(item["input_ids"].tolist()) for item in loader} == rows.keys()
+        forked = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(Unreachable, match="spawn or forkserver"):
+            next(iter(forked))
+    wait_until(lambda: not readers_threads())
 
 
 def test_an_object_that_was_deleted_rejects_its_samples_only(
@@ -164,18 +174,18 @@ def test_an_object_that_was_deleted_rejects_its_samples_only(
     with Writer(tmp_path / "cold", revision="abc", shared_url=url, shared_options=weed.options()) as writer:
         for ids in CONVERSATIONS[:4]:
             writer.put(ids)
-    data = HiddenStateDataset(url, cache_gb=0)
-    last = {chunk.prefix: chunk for chunk in data.plan.index.chunks if chunk.end in map(len, CONVERSATIONS[:4])}
-    victim = next(iter(last.values())).files[0].path.removeprefix(f"{url}/")
-    Objects(url, weed.options()).delete([victim])
-    outcomes = []
-    for number in range(len(data)):
-        try:
-            data[number]
-            outcomes.append("read")
-        except RowRejected as rejected:
-            outcomes.append(rejected.reason)
-    assert sorted(outcomes) == ["gone", "read", "read", "read"]
+    with HiddenStateDataset(url, cache_gb=0) as data:
+        last = {chunk.prefix: chunk for chunk in data.plan.index.chunks if chunk.end in map(len, CONVERSATIONS[:4])}
+        victim = next(iter(last.values())).files[0].path.removeprefix(f"{url}/")
+        Objects(url, weed.options()).delete([victim])
+        outcomes = []
+        for number in range(len(data)):
+            try:
+                data[number]
+                outcomes.append("read")
+            except RowRejected as rejected:
+                outcomes.append(rejected.reason)
+        assert sorted(outcomes) == ["gone", "read", "read", "read"]
 
 
 def test_a_bucket_that_goes_away_rejects_nothing_and_the_run_goes_on_later(
@@ -228,6 +238,12 @@ def test_speculators_trains_from_urls_what_it_would_from_disks(
         assert two is not None
         assert two["token_ids"].tolist() == ids
         assert all(torch.equal(one[key], two[key]) for key in one)
+    urls.close()
+    wait_until(lambda: not readers_threads())
+    again = urls.get_cached(0)
+    assert again is not None
+    assert again["token_ids"].tolist() == CONVERSATIONS[0], "closed readers read on, by new threads"
+    urls.close()
     wrong = parser.parse_args(["--hs-cold-path", nodes[1][1], "--hs-shared-options", "{"])
     with pytest.raises(SystemExit, match="--hs-shared-options is"):
         TieredBackend.from_train_args(wrong, str(rows))

@@ -6,16 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from lmcache_hs_backend.cli.inspect import main
 from lmcache_hs_backend.format.objects import Objects
+from lmcache_hs_backend.format.reader import ColdTierReader
 from tests.support.dataset_capture import Writer, ids_of
 from tests.support.inspecting import environment, fails, inspect, inspect_json
 from tests.support.seaweed import BUCKET, SeaweedServer
+from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
 
@@ -106,6 +110,29 @@ def test_the_usual_variables_do_instead_of_options_and_a_file_too(filled: Filled
     config.write_text(json.dumps({"extra_config": {"storage_plugin.hs_tiered.shared_options": options}}))
     assert inspect_json("list", filled.url, "--shared-options", config)["summary"]["chunks"] == 30
     assert "must be a table" in fails("list", filled.url, "--shared-options", "{3}")
+
+
+def test_who_has_read_a_bucket_leaves_no_threads(filled: Filled, capsys: pytest.CaptureFixture[str]) -> None:
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-objects")]
+
+    with ColdTierReader(filled.url, shared_options=filled.options) as reader:
+        assert len(list(reader.chunks())) == 30
+        assert threads()
+    wait_until(lambda: not threads())
+    assert len(list(reader.chunks())) == 30, "a closed reader reads on, by new threads"
+    assert threads()
+    reader.close()
+    wait_until(lambda: not threads())
+    gone = pytest.raises(OSError, match="must go on")
+    with gone, ColdTierReader(filled.url, shared_options=filled.options) as reader:
+        next(reader.chunks())
+        raise OSError("must go on")
+    wait_until(lambda: not threads())
+    for command in ("list", "tree", "verify"):
+        assert main([command, *filled.arguments]) == 0
+        wait_until(lambda: not threads())
+    capsys.readouterr()
 
 
 def test_a_read_only_key_reads_and_a_wrong_one_is_one_line(filled: Filled, weed: SeaweedServer) -> None:

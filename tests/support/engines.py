@@ -145,9 +145,7 @@ def logged(logger: str, level: int = logging.INFO) -> Iterator[list[str]]:
 
 
 def our_threads() -> list[str]:
-    """The names of this package's threads that are alive. Those of a reader of URLs end when it is collected."""
-    if any(thread.name.startswith("hs-objects") for thread in threading.enumerate()):
-        gc.collect()
+    """The names of this package's threads that are alive."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-")]
 
 

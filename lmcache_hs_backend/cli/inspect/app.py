@@ -6,6 +6,7 @@ Each is a module of its own with ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 from collections.abc import Sequence
 
@@ -67,4 +68,5 @@ def _main(argv: Sequence[str] | None) -> int:
     if args.command is None:
         parser.print_help()
         return exit_status.ERROR  # as LMCache's own program
-    return int(args.execute(args))
+    with contextlib.ExitStack() as args.at_end:
+        return int(args.execute(args))

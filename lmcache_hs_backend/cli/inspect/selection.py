@@ -46,7 +46,7 @@ class OpenedColdPath(NamedTuple):
 
 
 def open_path(args: argparse.Namespace, *, notes: bool = True) -> OpenedColdPath:
-    """The cold path that the arguments name. Raises CommandError.
+    """The cold path that the arguments name, to be closed with the command (``args.at_end``). Raises CommandError.
 
     ``notes``: say on standard error which directories are left out that look like namespaces.
     """
@@ -63,6 +63,7 @@ def open_path(args: argparse.Namespace, *, notes: bool = True) -> OpenedColdPath
         path = config.cold_path
     try:
         reader = ColdTierReader(path or default_cold_path(), shared_options=args.shared_options)
+        args.at_end.callback(reader.close)
         opened = OpenedColdPath(reader, config)
     except (NotAColdPath, ConfigError) as error:
         default = "" if path else " (the default; name a directory, or a configuration with --config)"
