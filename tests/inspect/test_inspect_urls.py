@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.inspect import main
-from lmcache_hs_backend.format.objects import Objects
+from lmcache_hs_backend.format.objects import Found, Objects, Reply
 from lmcache_hs_backend.format.reader import ColdTierReader
 from tests.support.dataset_capture import Writer, ids_of
 from tests.support.inspecting import environment, fails, inspect, inspect_json
@@ -163,6 +165,101 @@ def test_verify_names_what_is_damaged_and_leaves_it(weed: SeaweedServer, tmp_pat
         assert kinds[f"{os.path.dirname(first)}/notes.txt"] == "foreign"
         assert found["left"] == 4
     assert len(filled.chunks()) == 30
+
+
+#: So short that a run looks at one object and stops.
+AT_ONCE = "0.000001"
+
+
+def damage(filled: Filled) -> list[str]:
+    """The last byte of every object is another one; their URLs."""
+    objects = filled.objects
+    for path in filled.chunks():
+        body = bytearray(objects.get(path, 1 << 20).body)
+        body[-1] ^= 1
+        objects.replace(path, bytes(body), None)
+    return sorted(f"{filled.url}/{path}" for path in filled.chunks())
+
+
+def test_verify_in_part_counts_what_it_leaves_out(weed: SeaweedServer, tmp_path: Path) -> None:
+    filled = fill(weed, tmp_path, "part")
+    for amount, chunks in (("7", 7), ("50%", 15), ("1000", 30)):
+        result = inspect_json("verify", *filled.arguments, "--sample", amount)
+        assert (result["chunks"], result["only_headers"]["chunks"], result["found"]["chunks"]) == (
+            chunks, 30 - chunks, 30,
+        )  # fmt: skip
+        assert result["bytes"] + result["only_headers"]["bytes"] == result["found"]["bytes"]
+        assert result["chains_followed"]
+    cut = inspect_json("verify", *filled.arguments, "--max-time", AT_ONCE, status=exit_status.UNFINISHED)
+    assert (cut["chunks"], cut["not_reached"]["chunks"], cut["time_over"]) == (1, 29, True)
+    assert (cut["chains_followed"], cut["problems"]) == (False, []), "no orphan, though its parent was not reached"
+    whole = inspect_json("verify", *filled.arguments, "--max-time", "1h")
+    assert (whole["chunks"], whole["time_over"], whole["broken_off"], whole["chains_followed"]) == (
+        30, False, False, True,
+    )  # fmt: skip
+
+
+def test_each_damaged_object_is_found_by_exactly_one_of_the_runs_with_a_cursor(
+    weed: SeaweedServer, tmp_path: Path
+) -> None:
+    filled = fill(weed, tmp_path, "cursor")
+    urls, cursor, found = damage(filled), tmp_path / "cursor", []
+    assert inspect_json("verify", *filled.arguments, "--sample", "12", status=1)["counts"]["checksum"] == 12
+    for number, options in enumerate((["--max-time", AT_ONCE], ["--max-time", AT_ONCE], [])):
+        result = inspect_json("verify", *filled.arguments, "--cursor", cursor, *options, status=1)
+        assert result["read_before"]["chunks"] == number
+        found += [each["path"] for each in result["problems"] if each["kind"] == "checksum"]
+    assert sorted(found) == urls
+    assert not cursor.exists()
+
+
+def test_verify_asks_for_each_object_once(
+    filled: Filled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: Counter[str] = Counter()
+    get_range = Objects.get_range
+
+    def counted(self: Objects, path: str, begin: int, end: int) -> Reply:
+        asked[path] += 1
+        return get_range(self, path, begin, end)
+
+    monkeypatch.setattr(Objects, "get_range", counted)
+    assert main(["verify", *filled.arguments]) == exit_status.DONE
+    assert "30 chunk files" in capsys.readouterr().out
+    assert asked == dict.fromkeys(filled.chunks(), 1)
+
+
+def test_a_bucket_that_breaks_off_its_listing_is_no_bucket_without_faults(
+    filled: Filled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing, listings = Objects.list, 0
+
+    def breaks_off(self: Objects, folder: str = "") -> Iterator[Found]:
+        """The listing by which chunks are read: after those by which they, and what else there is, were found."""
+        nonlocal listings
+        listings += folder.count("/") == 1
+        for number, each in enumerate(listing(self, folder)):
+            if listings == broken and number == 12:
+                raise OSError(5, "cannot be listed: a timeout", self.url)
+            yield each
+
+    monkeypatch.setattr(Objects, "list", breaks_off)
+    cursor = tmp_path / "cursor"
+    command = ["verify", *filled.arguments, "--format", "json", "--cursor", str(cursor)]
+    broken = 3
+    assert main(command) == exit_status.FINDING
+    result = json.loads(capsys.readouterr().out)
+    assert (result["broken_off"], result["chains_followed"], result["counts"]) == (True, False, {"unreadable": 1})
+    assert (result["chunks"], result["not_reached"]["chunks"]) == (12, 18)
+    assert cursor.exists(), "the next run goes on from there"
+    listings = 0
+    assert main([*command[:-2], "--ignore", "unreadable"]) == exit_status.UNFINISHED
+    capsys.readouterr()
+    broken = -1
+    assert main(command) == exit_status.DONE
+    result = json.loads(capsys.readouterr().out)
+    assert (result["chunks"], result["read_before"]["chunks"], result["chains_followed"]) == (18, 12, True)
+    assert not cursor.exists()
 
 
 def test_gc_deletes_objects_only_when_it_is_asked_to(weed: SeaweedServer, tmp_path: Path) -> None:

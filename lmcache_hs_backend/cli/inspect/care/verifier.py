@@ -57,6 +57,7 @@ _READERS = 4
 _REQUESTS = 16  # side by side, of objects
 _WHOLE_BYTES = 8 << 20  # an object of up to so many bytes is read by one request
 _HEADER_BYTES = 8192  # a header has seldom more
+_IDS_BYTES = 1 << 30  # of token ids from a URL, which to read again would be a request for each chunk
 
 
 class Finding(NamedTuple):
@@ -78,6 +79,7 @@ class Link:
     start: int
     end: int
     path: str
+    token_ids: bytes  # empty: they are read again
 
 
 @dataclass
@@ -134,8 +136,9 @@ class Verifier:
     """One pass over a cold path. Call ``find``, then the checks in their order.
 
     Of files that are not to be read whole (not in the sample, or read by an earlier pass) only the header is read, so
-    that chains are followed over all chunks. When the time is over, the check under way ends early, and those of
-    headers and chains are not to be called any more; ``not_reached`` counts the files that were not looked at.
+    that chains are followed over all chunks. When the time is over, or a bucket breaks off its listing, the check under
+    way ends early, and those of headers and chains are not to be called any more; ``not_reached`` counts the files that
+    were not looked at.
 
     Attributes:
         found: Every chunk file.
@@ -145,6 +148,7 @@ class Verifier:
         skipped: Those that vanished.
         place: The last file up to which all that were to be read whole have been.
         time_over: Whether the time was over before everything was checked.
+        broken_off: Whether a bucket has broken off its listing before everything was checked.
         chains_followed: Whether chains have been followed, which is what request records are looked up by, too.
     """
 
@@ -157,7 +161,7 @@ class Verifier:
         )
         self.skipped: Counter[str] = Counter()
         self.place = extent.after
-        self.time_over = self.chains_followed = False
+        self.time_over = self.broken_off = self.chains_followed = False
         self.unjudged: list[NamespaceDirectory] = []  # in use: the missing parents may be in RAM
         self.records = {namespace.directory: RecordCheck(reader, namespace) for namespace in reader.namespaces}
         self._reader = reader
@@ -165,6 +169,7 @@ class Verifier:
         self._sampled: set[str] | None = None
         self._refused: list[tuple[NamespaceDirectory, str, str]] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
+        self._ids_room = 0 if reader.source.is_local else _IDS_BYTES
 
     def find(self) -> FilesAndBytes:
         """Find the chunk files, and draw the sample; what is to be read whole."""
@@ -191,9 +196,14 @@ class Verifier:
                 yield place.file.path, size
 
     @property
+    def cut_short(self) -> bool:
+        """Whether not everything was checked that should have been."""
+        return self.time_over or self.broken_off
+
+    @property
     def not_reached(self) -> FilesAndBytes:
-        """Files that were not looked at because the time was over."""
-        if not self.time_over:
+        """Files that were not looked at because the checks were cut short."""
+        if not self.cut_short:
             return FilesAndBytes()
         return self.found.minus(self.read, self.headers, self.read_before, FilesAndBytes(sum(self.skipped.values())))
 
@@ -218,21 +228,25 @@ class Verifier:
 
     def check_rows(self, advance: Advance) -> Iterator[Finding]:
         """Read files whole, and compare every checksum. ``advance`` is called with the bytes of each."""
-        for place, looked in self._looks(self._to_read(), rows=True):
+        stream = self._stream()
+        for place, looked in self._looks(self._places(stream, self._is_to_read), rows=True):
             advance(looked[1])
             if self._extent.in_order:
                 self.place = _place_of(place)
             yield from self._judge(place, looked, self.read)
+        yield from self._breaks(stream)
 
     def check_headers(self, advance: Advance) -> Iterator[Finding]:
         """Read the headers of the other files. ``advance`` is called with 1 for each."""
         if self._sampled is None and self._extent.after is None:
             return
-        others = (place for place in self._stream().places() if not self._is_to_read(place))
+        stream = self._stream()
+        others = self._places(stream, lambda place: not self._is_to_read(place))
         for place, looked in self._looks(others, rows=False):
             advance(1)
             # Those that an earlier pass has read are counted as such already.
             yield from self._judge(place, looked, FilesAndBytes() if self._was_read(place) else self.headers)
+        yield from self._breaks(stream)
 
     def _stream(self) -> ChunkStream:
         namespaces = sorted(self._reader.namespaces, key=lambda namespace: namespace.label)
@@ -246,13 +260,32 @@ class Verifier:
             return place.file.path in self._sampled
         return not self._was_read(place)
 
-    def _to_read(self) -> Iterator[Place]:
-        return (place for place in self._stream().places() if self._is_to_read(place))
+    def _places(self, stream: ChunkStream, wanted: Callable[[Place], bool]) -> Iterator[Place]:
+        """Those that are wanted. A bucket that breaks off its listing has not said what comes before the next part."""
+        for place in stream.places():
+            if stream.refused and not self._reader.source.is_local:
+                return
+            if wanted(place):
+                yield place
+
+    def _breaks(self, stream: ChunkStream) -> Iterator[Finding]:
+        """A bucket that has broken off its listing, if it had not when the files were found."""
+        if stream.refused and not self._reader.source.is_local:
+            self.broken_off = True
+            known = {path for _, path, _ in self._refused}
+            for namespace, path, why in stream.refused:
+                if path not in known:
+                    yield Finding("unreadable", path, why, namespace)
 
     def _looks(self, places: Iterator[Place], *, rows: bool) -> Iterator[tuple[Place, Looked]]:
         readers = _READERS if self._reader.source.is_local else _REQUESTS
         files = self._reader.files
-        for place, looked in in_threads(lambda place: (place, look(files, place, rows=rows)), places, readers):
+        brief = self._reader.source.is_local
+
+        def look_at(place: Place) -> tuple[Place, Looked]:
+            return place, look(files, place, rows=rows, brief=brief)
+
+        for place, looked in in_threads(look_at, places, readers):
             yield place, looked
             if time.monotonic() >= self._extent.until:
                 self.time_over = True
@@ -270,8 +303,10 @@ class Verifier:
             meta = header.meta
             end = meta.start + meta.num_tokens
             chunk_hash, parent = sys.intern(meta.chunk_hash), sys.intern(meta.parent)  # each is named more than once
+            token_ids = header.token_ids if len(header.token_ids) <= self._ids_room else b""
+            self._ids_room -= len(token_ids)
             self._links[place.namespace.directory].append(
-                Link(chunk_hash, parent, meta.prefix, meta.start, end, place.file.path)
+                Link(chunk_hash, parent, meta.prefix, meta.start, end, place.file.path, token_ids)
             )
 
     def check_records(self) -> Iterator[Finding]:
@@ -320,7 +355,7 @@ class Verifier:
                 raise _TimeOver
             link, before = waiting.pop()
             try:
-                token_ids = read_header(self._reader.files, link.path).token_ids
+                token_ids = link.token_ids or read_header(self._reader.files, link.path).token_ids
             except (BadChunk, OSError):  # it was good a moment ago: replaced or deleted meanwhile
                 self.skipped["vanished"] += 1
                 reached.add(id(link))
@@ -385,13 +420,14 @@ def draw(files: Iterable[tuple[str, int]], amount: int | float) -> dict[str, int
     return dict(drawn)
 
 
-def look(files: FileLayer, place: Place, *, rows: bool = True) -> Looked:
+def look(files: FileLayer, place: Place, *, rows: bool = True, brief: bool = True) -> Looked:
     """A chunk's header, the bytes of its file, and what is wrong with it: "vanished" where it is not there.
 
     Args:
         files: Opens it.
         place: Where it is.
         rows: Whether to read the rows as well, and compare their checksums.
+        brief: Leave the token ids out of the header, when they have been checked.
     """
     path = place.file.path
     try:
@@ -404,7 +440,7 @@ def look(files: FileLayer, place: Place, *, rows: bool = True) -> Looked:
     except OSError as error:
         return None, 0, BadChunk("unreadable", str(error.strerror))
     try:
-        return check_open(files, fd, info.st_size, place, rows=rows), info.st_size, None
+        return check_open(files, fd, info.st_size, place, rows=rows, brief=brief), info.st_size, None
     except BadChunk as wrong:
         return None, info.st_size, wrong
     except OSError as error:
@@ -413,9 +449,9 @@ def look(files: FileLayer, place: Place, *, rows: bool = True) -> Looked:
         files.close(fd)
 
 
-def check_open(files: FileLayer, fd: int, size: int, place: Place, *, rows: bool = True) -> Header:
+def check_open(files: FileLayer, fd: int, size: int, place: Place, *, rows: bool = True, brief: bool = True) -> Header:
     """Judge an open chunk file, with or without its rows. Raises BadChunk or OSError."""
-    header = read_open_header(files, fd, size, brief=True)
+    header = read_open_header(files, fd, size, brief=brief)
     if not is_name_of(header.meta, place.file.name):
         raise BadChunk("key", f"it holds the chunk {header.meta.key[:200]!r}")
     if header.meta.model != place.namespace.model:

@@ -76,11 +76,11 @@ def execute(args: argparse.Namespace) -> int:
         findings = list(verifier.check_rest())
         with output.progress("reading files", to_read.bytes, in_bytes=True) as advance:
             findings += verifier.check_rows(advance)
-        if not verifier.time_over:
+        if not verifier.cut_short:
             with output.progress("reading headers", verifier.found.chunks - to_read.chunks) as advance:
                 findings += verifier.check_headers(advance)
         findings += verifier.check_records()
-        if not verifier.time_over:
+        if not verifier.cut_short:
             with output.progress("following chains", verifier.links) as advance:
                 findings += verifier.check_chains(advance)
         findings = [finding for finding in findings if finding.kind not in args.ignore]
@@ -92,10 +92,10 @@ def execute(args: argparse.Namespace) -> int:
             _print(output, cold_path, verifier, done, left, args)
         output.flush()
     if args.cursor:
-        cursor.save(args.cursor, cold_path, verifier.place if verifier.time_over else None)
+        cursor.save(args.cursor, cold_path, verifier.place if verifier.cut_short else None)
     if left:
         return exit_status.FINDING
-    return exit_status.UNFINISHED if verifier.time_over else exit_status.DONE
+    return exit_status.UNFINISHED if verifier.cut_short else exit_status.DONE
 
 
 Done = list[tuple[Finding, bool, str]]
@@ -118,6 +118,7 @@ def _as_json(path: str, verifier: Verifier, done: Done, left: int) -> dict[str, 
         "not_reached": asdict(verifier.not_reached),
         "chains_followed": verifier.chains_followed,
         "time_over": verifier.time_over,
+        "broken_off": verifier.broken_off,
         "skipped": dict(verifier.skipped),
         "records": sum(each.count for each in verifier.records.values()),
         "records_gone": _gone(verifier),
@@ -211,10 +212,11 @@ def _not_checked(verifier: Verifier, args: argparse.Namespace) -> list[str]:
     if verifier.read_before.chunks:
         size = bytes_text(verifier.read_before.bytes)
         notes.append(f"the rows of {verifier.read_before.chunks:,} chunk files that earlier runs have read, {size}")
-    if not verifier.time_over:
+    if not verifier.cut_short:
         return notes
+    why = "--max-time was over" if verifier.time_over else "the bucket has broken off its listing"
     what = f"{verifier.not_reached.chunks:,} chunk files, {bytes_text(verifier.not_reached.bytes)}"
-    notes.append(f"{what}, chains and the rows of request records, because --max-time was over")
+    notes.append(f"{what}, chains and the rows of request records, because {why}")
     if args.cursor:
         notes[-1] += f"; the same command goes on from {args.cursor}"
     return notes
