@@ -305,6 +305,7 @@ class TieredStore:
 
     def _enter(self) -> bool:
         """A call begins that may use slots; close() waits for its ``_leave``. False when it comes too late."""
+        self._core.called_at = time.monotonic()
         with self._core.lock:
             self._core.callers += not self._core.closed
             return not self._core.closed
@@ -314,7 +315,8 @@ class TieredStore:
             self._core.callers -= 1
             if self._core.closed:
                 self._core.space_freed.notify_all()
-        self.metrics.observe(duration, time.monotonic() - started)
+        self._core.called_at = now = time.monotonic()
+        self.metrics.observe(duration, now - started)
 
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None = None) -> None:
         """Promote what is cold of a prompt's prefix, in the background. None: all layers. Returns at once."""

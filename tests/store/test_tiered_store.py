@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.format.chunk_file import FileLayer, read_header
 from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.flows import io_threads
 from lmcache_hs_backend.tiers.memory import buffers
 from lmcache_hs_backend.tiers.state import writing
 from tests.support.prompts import (
@@ -231,6 +232,26 @@ def test_what_arrives_faster_than_it_settles_is_written_before_a_store_has_to_wa
             p = prompt(1)
             assert store.store(p.refs, p.bytes, {0: rows(CHUNK)}) == 1
             wait_until(lambda: store.debug.memory().ready > 0)
+        assert store.stats()["drops_no_room"] == 0
+
+
+def test_where_memory_has_been_short_a_store_wakes_no_thread_and_its_rows_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_threads, "_WATCH_SEC", 1.0)
+    monkeypatch.setattr(io_threads, "_WATCHED_SEC", FOREVER)
+    with opened(tmp_path, chunks=32, clean_fraction=0.5, write_back_sec=FOREVER) as store:
+        core, woken = store._core, set()
+        wake = core.wake
+        monkeypatch.setattr(core, "wake", lambda: (woken.add(threading.current_thread()), wake()))
+        for number in range(6):
+            p = prompt(17 if not number else 6)
+            if number:
+                wait_until(lambda: core.watched)
+            assert store.store(p.refs, p.bytes, {0: rows(len(p.refs) * CHUNK)}) == len(p.refs)
+            assert (threading.current_thread() in woken) == (number == 0), "then a thread looks by itself"
+            woken.clear()
+            wait_until(lambda: store.debug.memory().ready >= 16 * LAYER_BYTES)
         assert store.stats()["drops_no_room"] == 0
 
 

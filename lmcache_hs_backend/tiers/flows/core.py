@@ -28,7 +28,7 @@ from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.state import recovering
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
 from lmcache_hs_backend.tiers.state.tier_state import TierState
-from lmcache_hs_backend.tiers.state.writing import WritePolicy
+from lmcache_hs_backend.tiers.state.writing import WritePolicy, is_pressed
 
 if TYPE_CHECKING:
     from lmcache_hs_backend.tiers.flows.share import Share
@@ -79,6 +79,8 @@ class Core:
         self.ask = ask
         self.closed = False
         self.callers = 0  # calls that are using slots; the lock guards it
+        self.called_at = 0.0  # when a store or retrieve last began or ended (monotonic)
+        self.watched = False  # an I/O thread looks by itself, in a moment, whether memory is short; the lock guards it
         self.recovered = False  # what is on disk is counted: writes may start
         self._recovered_by = time.monotonic() + config.read_timeout_sec
         self.state = TierState(
@@ -109,6 +111,11 @@ class Core:
     def wake(self) -> None:
         """Lock held. There may be something for an I/O thread: one idle thread looks, and has the next one look."""
         self.work.notify()
+
+    def rows_came(self) -> None:
+        """Lock held. If that has made memory short, a thread looks: by itself where one is about to, or woken once."""
+        if not self.watched and is_pressed(self.state, self.policy):
+            self.wake()
 
     def count(self) -> None:
         """Lock held. Bring what the state has counted to the metrics."""

@@ -18,12 +18,18 @@ from typing import Any, TypeVar
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.memory.copies import work_alone
 from lmcache_hs_backend.tiers.state.jobs import CallJob, FileJob, WriteJob
-from lmcache_hs_backend.tiers.state.writing import IDLE_SEC, next_write
+from lmcache_hs_backend.tiers.state.writing import IDLE_SEC, is_pressed, next_write
 
 logger = logging.getLogger(__name__)
 
 #: What comes in a stream has shorter breaks.
 _RECENT_SEC = 0.05
+
+#: A caller is left alone for so long after a call: the next layer of the same prompt is probably on its way.
+QUIET_SEC = 0.004
+#: Where memory was short in the last second it soon will be again: one thread looks so often, and no store wakes one.
+_WATCH_SEC = 0.02
+_WATCHED_SEC = 1.0
 
 T = TypeVar("T")
 
@@ -38,6 +44,7 @@ class IoThreads:
         self._active = 0  # threads with a job; the store's lock guards it
         self._idle = 0  # threads that wait for one
         self._last_end = -_RECENT_SEC  # when a job last ended
+        self._pressed_at = -_WATCHED_SEC  # when memory was last found short
         self._stop_by: float | None = None  # when the threads end, whatever is queued (monotonic)
         self._threads = [
             threading.Thread(target=self._loop, name=f"hs-io-{number}", daemon=True) for number in range(threads)
@@ -130,7 +137,9 @@ class IoThreads:
                 return job
             write: WriteJob | float = IDLE_SEC
             if self._stop_by is None and core.may_write:
-                write = next_write(core.state, core.policy, now)
+                write = next_write(core.state, core.policy, now, core.called_at + QUIET_SEC)
+                if is_pressed(core.state, core.policy):
+                    self._pressed_at = now
             if isinstance(write, WriteJob):
                 core.work.notify()  # there may be one more for the next thread
                 return write
@@ -140,7 +149,12 @@ class IoThreads:
             if self._stop_by is not None:
                 return None
             self._idle += 1
-            core.work.wait(write)
+            if not core.watched and now < self._pressed_at + _WATCHED_SEC:
+                core.watched = True
+                core.work.wait(min(write, _WATCH_SEC))
+                core.watched = False
+            else:
+                core.work.wait(write)
             self._idle -= 1
 
 

@@ -25,7 +25,7 @@ from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import making_room, reading, storing
 from lmcache_hs_backend.tiers.state.entries import Slot
 from lmcache_hs_backend.tiers.state.storing import MissingLayers, StorePlan
-from lmcache_hs_backend.tiers.state.writing import Demand, is_pressed
+from lmcache_hs_backend.tiers.state.writing import Demand
 
 #: A pin that ends makes room without a notification, so a waiting store looks again this often.
 _LOOK_AGAIN_SEC = 0.05
@@ -275,6 +275,5 @@ class Store:
                 stored += storing.commit_store(
                     core.state, plan, part, slots, describe, time.monotonic(), streaming=streaming, more=more
                 )
-                if is_pressed(core.state, core.policy):  # else the next tick is soon enough
-                    core.wake()
+                core.rows_came()
         return stored

@@ -107,6 +107,7 @@ class TierState:
         self.flushing = 0  # calls that wait until everything is written
         self.wanted_bytes = 0  # what stores that found no room want free or clean
         self.writing_bytes = 0  # slots of chunks that are being written, and will be clean when that is done
+        self.pressed_since = 0.0  # since when a write was wanted at once (monotonic); 0: none is
         self.write_again_at = 0.0  # no write starts before (monotonic): the last one found no room
         self.waited_in_vain_at = -math.inf  # when a store last waited for a disk that wrote nothing (monotonic)
         self.eviction_helps = True  # deleting files makes room on the disk, as far as is known

@@ -3,7 +3,9 @@
 Three reasons to write, in this order: a store waits for room or a flush for everything, free and clean memory falls
 short, a chunk has been dirty for too long. A chunk that got a layer a moment ago is left alone for that long unless
 a call waits: its other layers are probably on their way, and each would mean another write of the whole file. How
-long a moment is depends on how much room is left: a store that comes faster than that must not wait for the disk.
+long a moment is depends on how much room is left: a store that comes faster than that must not wait for the disk. And
+a caller who has just called is probably about to call again: a write beside it would take the interpreter and a core
+from it, so for a few milliseconds none begins.
 
 ``next_write`` starts a write (its chunk is pinned, its name busy); ``commit_write`` or ``abort_write`` ends it.
 """
@@ -22,6 +24,8 @@ from lmcache_hs_backend.tiers.state.tier_state import TierState
 IDLE_SEC = 3600.0
 #: How long a chunk is left alone after its last layer, at most.
 COALESCE_SEC = 0.2
+#: A write that no call waits for makes way for the steps of a caller, but not for longer than this.
+PATIENCE_SEC = 0.05
 #: So old may a measured rate be and still promise something.
 _RATE_VALID_SEC = 2.0
 #: So long may a write that has just started, or is about to, be waited for while no rate is known.
@@ -37,10 +41,15 @@ class WritePolicy:
     write_back_sec: float
 
 
-def next_write(state: TierState, policy: WritePolicy, now: float) -> WriteJob | float:
-    """A write that starts now, or the seconds after which to ask again. ``now``: monotonic."""
+def next_write(state: TierState, policy: WritePolicy, now: float, quiet_until: float = 0.0) -> WriteJob | float:
+    """A write that starts now, or the seconds after which to ask again.
+
+    ``now``, and ``quiet_until``, when a caller who has just called will have gone on (monotonic): until then only
+    such writes start that are awaited or late.
+    """
     orders = state.orders
     if not orders.aging:
+        state.pressed_since = 0.0
         return IDLE_SEC
     if now < state.write_again_at:
         return state.write_again_at - now
@@ -48,16 +57,23 @@ def next_write(state: TierState, policy: WritePolicy, now: float) -> WriteJob | 
     ready = state.ready_bytes
     soon = ready + state.writing_bytes
     awaited = bool(state.flushing) or soon < state.wanted_bytes
-    if awaited or ready < policy.clean_bytes:
+    if not awaited and ready >= policy.clean_bytes:
+        state.pressed_since = 0.0
+    else:
+        state.pressed_since = state.pressed_since or now
         entry = _first_idle(state, orders.dirty.values())
         if entry is not None:
-            rest = 0.0 if awaited else entry.stored_at + COALESCE_SEC * min(1.0, soon / policy.clean_bytes) - now
+            rest = 0.0
+            if not awaited:
+                rest = entry.stored_at + COALESCE_SEC * min(1.0, soon / policy.clean_bytes) - now
+                rest = max(rest, min(quiet_until, state.pressed_since + PATIENCE_SEC) - now)
             if rest <= 0:
                 return _start(state, entry, now)
             wait = min(wait, rest)
     entry = _first_idle(state, orders.aging.values())
     if entry is not None:
         due = max(entry.dirty_since + policy.write_back_sec, entry.stored_at + COALESCE_SEC) - now
+        due = max(due, min(quiet_until - now, due + PATIENCE_SEC))
         if due <= 0:
             return _start(state, entry, now)
         wait = min(wait, due)
