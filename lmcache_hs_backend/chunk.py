@@ -45,6 +45,26 @@ class Presence(Enum):
 AskPresence = Callable[[Sequence[Any], bool], Sequence[Presence]]
 
 
+class KeyForm(NamedTuple):
+    """The form in which the tiers keep a ``kv_key`` for each chunk, of which there may be ten million.
+
+    Attributes:
+        keep: From a key to what is kept of it.
+        whole: From what is kept to a key that AskPresence takes.
+    """
+
+    keep: Callable[[Any], Any]
+    whole: Callable[[Any], Any]
+
+
+def _same(kv_key: Any) -> Any:
+    return kv_key
+
+
+#: Keys are kept as they come.
+WHOLE_KEYS = KeyForm(_same, _same)
+
+
 class LayerSpec(NamedTuple):
     """How the rows of one layer of a chunk are laid out: ``[num_tokens, hidden_dim]`` of ``dtype``.
 

@@ -120,7 +120,7 @@ class StoreDebug:
     def cold_order(self) -> list[bytes]:
         """The chunks that have a file, as they leave the disk: the least recently used first."""
         with self._core.lock:
-            return list(self._core.state.orders.cold)
+            return [entry.name for entry in self._core.state.orders.cold]
 
     def busy(self) -> set[bytes]:
         """Names on whose files an operation is queued or running; also of chunks that are dropped already."""
@@ -260,15 +260,13 @@ class StoreDebug:
         layout = state.share(FileLayout(256, 4096, (LayerSpec(0, "BF16", 4096),)))
         for start in range(0, count, 1000):
             entries = [
-                ChunkEntry(
-                    random.randbytes(16), random.randbytes(16), 256, kv_key(), file=KNOWN, layout=layout,
-                    size=layout.size, digests=random.randbytes(16), generation=state.generation,
-                )
+                ChunkEntry(random.randbytes(16), random.randbytes(16), 256, state.keep_key(kv_key()), file=KNOWN)
                 for _ in range(min(1000, count - start))
-            ]  # fmt: skip
+            ]
             with self._core.lock:
                 for entry in entries:
-                    state.accounts.own += entry.size
+                    entry.layout, entry.digests = layout, random.randbytes(32)
+                    state.set_size(entry, layout.size)
                     state.add(entry)
                     entry.saved_ns = entry.used_ns  # or the store would touch files that do not exist
 

@@ -22,8 +22,10 @@ import torch
 from lmcache_hs_backend.chunk import (
     HASH_ALGORITHM,
     TOKEN_BYTES,
+    WHOLE_KEYS,
     AskPresence,
     ChunkRef,
+    KeyForm,
     Prompt,
     cut,
 )
@@ -78,6 +80,7 @@ class TieredStore:
         ident: NamespaceId,
         *,
         ask: AskPresence = all_present,
+        kv_keys: KeyForm = WHOLE_KEYS,
         labels: Mapping[str, object] | None = None,
         capture: str = "{}",
         files: FileLayer | None = None,
@@ -91,6 +94,7 @@ class TieredStore:
             capacity: Size of the hot tier in bytes.
             ident: Everything that must be equal for rows to be interchangeable. Names the directory.
             ask: Called with the ``kv_key`` of chunks to ask for their KV. By default all KV is present.
+            kv_keys: What is kept of a ``kv_key`` for each chunk. By default the key itself.
             labels: Values of the Prometheus labels in ``metrics.LABELS``.
             capture: JSON object that each file carries: what the caller knows of the rows.
             files: The system calls on chunk files; tests replace it.
@@ -106,7 +110,7 @@ class TieredStore:
         self.metrics = Metrics(labels)
         files = files or FileLayer()
         share = self._shared_tier(capacity, setting)
-        self._start_threads(capacity, ask, setting, map_hot)
+        self._start_threads(lambda: Core(config, capacity, ask, self.metrics, map_hot, kv_keys), capacity, setting)
         core, io = self._core, self._io
         executor = IoExecutor(io)
         self._recovered = threading.Event()
@@ -137,12 +141,10 @@ class TieredStore:
         self._share = core.share = share(core, self._store) if share is not None else None
         _open_stores.add(self)
 
-    def _start_threads(
-        self, capacity: int, ask: AskPresence, setting: Callable[[str], str], map_hot: MapMemory
-    ) -> None:
+    def _start_threads(self, make_core: Callable[[], Core], capacity: int, setting: Callable[[str], str]) -> None:
         """Reserve the hot tier and start the threads. Raises ConfigError, with nothing left behind."""
         try:
-            self._core = Core(self.config, capacity, ask, self.metrics, map_hot)
+            self._core = make_core()
         except (ValueError, OverflowError, OSError) as error:
             raise ConfigError(
                 f"{setting('hot_size')} is {capacity / GIB:g}, but that many GB cannot be reserved: {error}"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lmcache.utils import STR_DTYPE_TO_TORCH_DTYPE, CacheEngineKey, LayerCacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
 
+from lmcache_hs_backend.integrations.lmcache.kv_presence import short_keys
 from lmcache_hs_backend.integrations.lmcache.tier_backends import HiddenStateKey
 from tests.support.engines import CHUNK, HIDDEN, Engine, rows_of, tokens_of
 
@@ -44,6 +45,19 @@ def test_a_key_comes_back_from_its_string(kv_key, layer_idx):
     assert again.layer_idx == layer_idx
     assert again.kv_key == kv_key == key.kv_key
     assert again.to_string() == key.to_string()
+
+
+@given(st.lists(kv_keys(), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_what_the_tiers_keep_of_a_key_is_enough_to_ask_for_its_kv(keys):
+    form = short_keys()
+    # A key that differs from the first one in its hash alone is what an engine's chunks have.
+    keys += [CacheEngineKey(keys[0].model_name, keys[0].world_size, keys[0].worker_id, 7, keys[0].dtype)]
+    kept = [form.keep(key) for key in keys]
+    assert [form.whole(one) for one in kept] == keys
+    if not keys[0].tags:
+        assert kept[0] == keys[0].chunk_hash, "170 bytes less for each of ten million chunks"
+        assert kept[-1] == 7
 
 
 @given(kv_keys(), LAYERS, LAYERS)

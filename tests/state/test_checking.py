@@ -13,7 +13,7 @@ from lmcache_hs_backend.format.layout import FoundFile
 from lmcache_hs_backend.tiers.flows import strict
 from lmcache_hs_backend.tiers.state import making_room, recovering, storing, writing
 from lmcache_hs_backend.tiers.state.checking import check
-from lmcache_hs_backend.tiers.state.entries import CONFIRMED, LEAVING, UNREAD, ChunkEntry, Slot
+from lmcache_hs_backend.tiers.state.entries import CONFIRMED, LEAVING, UNREAD, ChunkEntry, Generation, Slot
 from lmcache_hs_backend.tiers.state.jobs import DeleteJob, WriteJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 from tests.support.prompts import prompt, rows, settings
@@ -74,7 +74,8 @@ def two_owners(state: TierState) -> None:
 
 
 def foreign_entry(state: TierState) -> None:
-    state.orders.cold[CLEAN.name] = ChunkEntry(CLEAN.name)
+    state.orders.cold.remove(clean(state))
+    state.orders.cold.add(ChunkEntry(CLEAN.name))
 
 
 def write_without_pin(state: TierState) -> None:
@@ -89,7 +90,7 @@ def wrong_name(state: TierState) -> None:
 
 BREAKS: list[tuple[Callable[[TierState], object], str]] = [
     (wrong_name, "is in the index under the name"),
-    (set_field(found, "removed", True), "it was dropped and is in the index"),
+    (set_field(found, "generation", Generation(cleared=True)), "it was dropped and is in the index"),
     (set_field(dirty, "pins", -1), "it has -1 pins"),
     (set_field(clean, "layout", None), "its file is known, and its layout is not set"),
     (set_field(found, "layout", FileLayout(16, 4096, (SPEC,))), "its file is unread, and its layout is set"),
@@ -104,7 +105,7 @@ BREAKS: list[tuple[Callable[[TierState], object], str]] = [
     (lambda state: state.orders.clean.pop(CLEAN.name), "is missing in the order 'clean'"),
     (lambda state: state.orders.dirty.pop(DIRTY.name), "is missing in the order 'dirty'"),
     (lambda state: state.orders.aging.pop(DIRTY.name), "is missing in the order 'aging'"),
-    (lambda state: state.orders.cold.pop(FOUND.name), "is missing in the order 'cold'"),
+    (lambda state: state.orders.cold.remove(found(state)), "is missing in the order 'cold'"),
     (lambda state: state.orders.clean.update({DIRTY.name: dirty(state)}), "in the order 'clean' and does not belong"),
     (foreign_entry, "of the order 'cold' is not the one in the index"),
     (set_field(lambda state: state.orders, "clean_bytes", 1), "bytes of clean chunks: counted 1, there are 4096"),

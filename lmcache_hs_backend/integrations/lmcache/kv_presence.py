@@ -11,19 +11,49 @@ and within one deadline (``slow_backends``). Never called under a lock; on the s
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_hs_backend.chunk import Presence
-from lmcache_hs_backend.integrations.lmcache.compat import real_backend
+from lmcache_hs_backend.chunk import KeyForm, Presence
+from lmcache_hs_backend.integrations.lmcache.compat import CacheEngineKey, real_backend
 from lmcache_hs_backend.integrations.lmcache.slow_backends import SlowBackends
 
 #: Backends whose ``contains`` says False for KV that they can deliver, or has side effects.
 _CANNOT_KNOW = ("P2PBackend", "PDBackend", "PDBackendAsync")
 #: Backends that answer from a table in memory, so that asking them never blocks.
 _MEMORY_ONLY = ("LocalCPUBackend", "LocalDiskBackend")
+
+
+def short_keys() -> KeyForm:
+    """Keep a CacheEngineKey by its hash alone: the rest, 170 bytes, is equal for all chunks of an engine.
+
+    A key with tags, or another engine's, is kept whole.
+    """
+    first: list[CacheEngineKey] = []
+
+    def keep(key: Any) -> Any:
+        if type(key) is not CacheEngineKey or key.tags:
+            return key
+        if not first:
+            first.append(dataclasses.replace(key, request_configs=None))
+        ours = first[0]
+        equal = (
+            key.model_name == ours.model_name
+            and key.worker_id == ours.worker_id
+            and key.world_size == ours.world_size
+            and key.dtype is ours.dtype
+        )
+        return key.chunk_hash if equal else key
+
+    def whole(kept: Any) -> Any:
+        if kept is None or isinstance(kept, CacheEngineKey):
+            return kept
+        return dataclasses.replace(first[0], chunk_hash=kept)
+
+    return KeyForm(keep, whole)
 
 
 class KvPresence:

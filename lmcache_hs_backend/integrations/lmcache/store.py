@@ -35,7 +35,7 @@ from lmcache_hs_backend.integrations.lmcache.compat import (
     LMCacheMetadata,
     labels,
 )
-from lmcache_hs_backend.integrations.lmcache.kv_presence import KvPresence
+from lmcache_hs_backend.integrations.lmcache.kv_presence import KvPresence, short_keys
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
 
@@ -119,6 +119,7 @@ class TieredHiddenStateStore:
             capacity,
             ident,
             ask=self._presence.ask,
+            kv_keys=short_keys(),
             labels=labels(metadata),
             capture='{"source": "lmcache", "layer_ids": "storage slots"}',
             setting=lambda name: (

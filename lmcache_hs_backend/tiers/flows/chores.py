@@ -62,7 +62,7 @@ class Chores:
         if not suspects:
             return
         asked_ns = time.monotonic_ns()
-        answers = core.presence([entry.kv_key for entry in suspects], True)
+        answers = core.presence_of(suspects)
         writable = core.disk.health.writable
         with core.lock:
             for entry, answer in zip(suspects, answers, strict=True):

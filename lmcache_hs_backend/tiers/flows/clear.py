@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections import OrderedDict
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
-from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+from lmcache_hs_backend.tiers.state.tier_state import ChunkTable
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Clear:
         if self._core.state.purge_pending and not self._purging.locked() and self._core.disk.health.readable:
             self._io.call(self.purge)
 
-    def _let_go(self, tables: list[OrderedDict[bytes, ChunkEntry]]) -> None:
+    def _let_go(self, tables: list[ChunkTable]) -> None:
         for _ in range(_ENTRIES_PER_HOP):
             while not tables[-1]:
                 tables.pop()

@@ -78,7 +78,7 @@ class Closing:
         core.flush(max(0.0, deadline - time.monotonic()))
         if core.disk.health.readable:
             with core.lock:  # so that the next start knows the order: least recently used first
-                leaving.submit_save_uses(core.state, core.state.orders.cold.values(), time.time_ns(), deadline)
+                leaving.submit_save_uses(core.state, core.state.orders.cold, time.time_ns(), deadline)
 
     def _end(self, deadline: float) -> None:
         core, directory = self._core, self._namespace.directory

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from lmcache_hs_backend.chunk import AskPresence, Presence
+from lmcache_hs_backend.chunk import WHOLE_KEYS, AskPresence, KeyForm, Presence
 from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.format.header import BadChunk
 from lmcache_hs_backend.metrics import Metrics
@@ -71,12 +71,19 @@ class Core:
     share: Share | None = None
 
     def __init__(
-        self, config: TieredConfig, capacity: int, ask: AskPresence, metrics: Metrics, map_hot: MapMemory = map_memory
+        self,
+        config: TieredConfig,
+        capacity: int,
+        ask: AskPresence,
+        metrics: Metrics,
+        map_hot: MapMemory = map_memory,
+        kv_keys: KeyForm = WHOLE_KEYS,
     ) -> None:
         """Reserve ``capacity`` bytes for the hot tier. Raises ValueError, OverflowError or OSError."""
         self.config = config
         self.metrics = metrics
         self.ask = ask
+        self._whole_key = kv_keys.whole
         self.closed = False
         self.callers = 0  # calls that are using slots; the lock guards it
         self.called_at = 0.0  # when a store or retrieve last began or ended (monotonic)
@@ -88,6 +95,7 @@ class Core:
             archive_gone=config.on_kv_gone == "archive",
             max_cold_bytes=config.max_cold_bytes,
             share=config.uploads,
+            keep_key=kv_keys.keep,
         )
         self.min_free_bytes = config.min_free_bytes
         self.arena = Arena(self.state.free_list.capacity, map_hot)
@@ -156,6 +164,10 @@ class Core:
     def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
         """``ask_presence`` with this store's own question."""
         return ask_presence(self.ask, self.metrics, kv_keys, memory_only)
+
+    def presence_of(self, entries: Iterable[ChunkEntry]) -> Sequence[Presence]:
+        """Whether the KV of chunks is there, asked where it cannot block."""
+        return self.presence([self._whole_key(entry.kv_key) for entry in entries], True)
 
     def file_unusable(self, entry: ChunkEntry, bad: BadChunk) -> None:
         """Quarantine the file of a chunk whose name is busy with the calling job, and forget its layers."""

@@ -96,7 +96,7 @@ class Recover:
         loop = asyncio.get_running_loop()
         core = self._core
         with core.lock:
-            unread = [entry for entry in core.state.orders.cold.values() if entry.file is UNREAD]
+            unread = [entry for entry in core.state.orders.cold if entry.file is UNREAD]
         for batch in _batches(reversed(unread), _HEADERS_PER_HOP):
             if not core.disk.health.readable:
                 return

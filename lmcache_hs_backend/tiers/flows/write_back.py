@@ -90,7 +90,7 @@ class WriteBack:
         if entry.kv is not CONFIRMED:
             return False
         asked_ns = time.monotonic_ns()
-        answer = core.presence([entry.kv_key], True)[0]
+        answer = core.presence_of([entry])[0]
         if answer is not Presence.GONE:
             return False
         writable = core.disk.health.writable

@@ -76,13 +76,14 @@ def _check_orders(state: TierState) -> Iterator[str]:
     to_write = {e.name for e in entries if e.hot and e.dirty and not e.drop_reason}
     evictable = {e.name for e in entries if e.hot and not e.pins and e.name not in to_write}
     deletable = {e.name for e in entries if e.file not in (ABSENT, LEAVING)}
+    cold = {e.name: e for e in orders.cold}
     known = [e for e in entries if e.file is KNOWN and orders.share]
     wanted = [e for e in known if orders.is_wanted(e)]
     for what, order, expected in (
         ("clean", orders.clean, evictable),
         ("dirty", orders.dirty, to_write),
         ("aging", orders.aging, to_write),
-        ("cold", orders.cold, deletable),
+        ("cold", cold, deletable),
         ("to_share", orders.to_share, {e.name for e in wanted if e.share is LOCAL}),
         ("shared", orders.shared, {e.name for e in known if e.share is SHARED}),
     ):
@@ -95,6 +96,7 @@ def _check_orders(state: TierState) -> Iterator[str]:
                 yield f"chunk {name.hex()} of the order {what!r} is not the one in the index"
     for what, counted, actual in (
         ("bytes of clean chunks", orders.clean_bytes, sum(e.hot_bytes for e in orders.clean.values())),
+        ("chunks with a file that may be deleted", len(orders.cold), len(cold)),
         ("chunks with rows in RAM", orders.hot_chunks, sum(bool(e.hot) for e in entries)),
         ("dirty chunks", orders.dirty_chunks, sum(e.dirty for e in entries)),
         ("files with an unread header", orders.unread_files, sum(e.file is UNREAD for e in entries)),

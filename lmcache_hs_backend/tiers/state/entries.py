@@ -27,9 +27,10 @@ operations may keep its entry for a while, and nothing brings it back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lmcache_hs_backend.chunk import LayerSpec
@@ -83,6 +84,10 @@ class Slot(NamedTuple):
     spec: LayerSpec
 
 
+#: Of a chunk that has no rows in RAM; one object for all of them.
+NO_SLOTS: Mapping[int, Slot] = MappingProxyType({})
+
+
 def slot_bytes(spec: LayerSpec, num_tokens: int) -> int:
     """Bytes of the hot tier that one layer of a chunk occupies."""
     return align(spec.nbytes(num_tokens))
@@ -95,20 +100,28 @@ class Generation:
     cleared: bool = False
 
 
+#: Of the entries that have left the index one by one.
+REMOVED = Generation(cleared=True)
+
+
 @dataclass(slots=True, eq=False)
 class ChunkEntry:
-    """One chunk. Only ``tiers.state`` writes its fields, under the store's lock."""
+    """One chunk. Only ``tiers.state`` writes its fields, under the store's lock.
+
+    There may be ten million that are on disk only, so these share what they can: the layout and the ints in it, the
+    slots that they do not have, their layers, the ticks of one call.
+    """
 
     name: bytes
     prefix: bytes = b""  # its prefix digest; empty until a header or a store gives it
     num_tokens: int = 0
-    kv_key: Any = None
+    kv_key: Any = None  # as KeyForm keeps it
     kv: KvState = UNCONFIRMED
     file: FileState = ABSENT
     size: int = 0  # bytes of its file that count against the limit; 0 while they are not known
     layout: FileLayout | None = None  # of its file; set exactly while the file is KNOWN
     digests: bytes = b""  # of its file's preamble and layers (see format.header); empty when not known
-    hot: dict[int, Slot] = field(default_factory=dict)
+    hot: Mapping[int, Slot] = field(default_factory=lambda: NO_SLOTS)  # replaced, never changed
     share: ShareState = LOCAL
     reused: bool = False  # it was served (see shared_write)
     metadata: Description | None = None  # what a file says beside the rows; kept while there are rows in RAM
@@ -119,23 +132,23 @@ class ChunkEntry:
     )
     pins: int = 0  # readers and writers of its slots
     generation: Generation = field(default_factory=Generation)
-    removed: bool = False  # from the index, alone; see dropped
+    # Its neighbours in ColdOrder; None outside it.
+    older: Any = None
+    younger: Any = None
     kv_seen_ns: int = 0  # when its KV was last seen present (monotonic)
     used_ns: int = 0
     saved_ns: int = 0  # the use that the file's mtime tells
     dirty_since: float = 0.0
     stored_at: float = 0.0  # when a layer was last added (monotonic)
     # How the orders have counted this entry so far; only Orders writes these.
-    counted_hot: bool = False
-    counted_dirty: bool = False
-    counted_unread: bool = False
+    counted: int = 0  # as hot, dirty, unread: one bit each
     counted_clean_bytes: int = 0
     parked_clean_bytes: int = 0  # what it counted for before a pin took it out of the clean ones
 
     @property
     def dropped(self) -> bool:
         """Whether it is no longer in the index."""
-        return self.removed or self.generation.cleared
+        return self.generation.cleared
 
     def has(self, layer_idx: int) -> bool:
         """Whether either tier holds the layer."""

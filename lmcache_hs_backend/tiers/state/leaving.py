@@ -64,5 +64,6 @@ def submit_save_uses(state: TierState, entries: Iterable[ChunkEntry], before_ns:
 def end_save_use(state: TierState, job: SaveUseJob, saved_ns: int) -> None:
     """``saved_ns``: the use that the file's mtime tells now; 0 when it could not be set."""
     if saved_ns:
-        job.entry.saved_ns = saved_ns
+        entry = job.entry
+        entry.saved_ns = entry.used_ns if entry.used_ns == saved_ns else saved_ns  # one int object for both
     state.jobs.finish(job.name)

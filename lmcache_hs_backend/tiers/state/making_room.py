@@ -163,7 +163,7 @@ def _next_victim(state: TierState, now: float) -> Victim | None:
     if dead is not None:
         return Victim(VictimKind.DEAD, 0, directory=dead)  # which file that is, its deletion finds out
     # What the bucket holds too leaves first: with that nothing is lost.
-    shared, cold = (state.orders.shared, state.orders.cold) if accounts.sized else ({}, {})
+    shared, cold = (state.orders.shared, state.orders.cold) if accounts.sized else ({}, ())
     spared = shared if state.orders.shares_archive else {}
     archived = _first_idle(state, accounts.archive_shared)
     entry = None if archived is not None else _oldest_idle(state, spared.values())
@@ -174,7 +174,7 @@ def _next_victim(state: TierState, now: float) -> Victim | None:
             jobs.claim(archived, now)
             in_bucket = archived in accounts.archive_shared
             return Victim(VictimKind.ARCHIVE, accounts.take_archived(archived), archived, in_bucket=in_bucket)
-        entry = _oldest_idle(state, shared.values()) or _oldest_idle(state, cold.values())
+        entry = _oldest_idle(state, shared.values()) or _oldest_idle(state, cold)
     if entry is None:
         return None
     jobs.claim(entry.name, now)

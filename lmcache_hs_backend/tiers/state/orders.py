@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from lmcache_hs_backend.tiers.state.cold_order import ColdOrder
 from lmcache_hs_backend.tiers.state.entries import ABSENT, KNOWN, LEAVING, LOCAL, SHARED, UNREAD, ChunkEntry
 
 #: Chunks enter an order when their write ends, and writes that run side by side end in any order; so the first few
@@ -37,7 +38,7 @@ class Orders:
         self.clean: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.dirty: OrderedDict[bytes, ChunkEntry] = OrderedDict()
         self.aging: OrderedDict[bytes, ChunkEntry] = OrderedDict()
-        self.cold: OrderedDict[bytes, ChunkEntry] = OrderedDict()
+        self.cold = ColdOrder()
         self.clean_bytes = 0
         self.hot_chunks = 0
         self.dirty_chunks = 0
@@ -55,9 +56,9 @@ class Orders:
         evictable = hot and not to_write and not entry.pins
         unread = in_index and file is UNREAD
         if in_index and file is not ABSENT and file is not LEAVING:
-            self.cold.setdefault(name, entry)
+            self.cold.add(entry)
         else:
-            self._leave(self.cold, entry)
+            self.cold.remove(entry)
         if self.share:
             self._reindex_shared(entry, in_index and file is KNOWN)
         if to_write:
@@ -74,11 +75,12 @@ class Orders:
             self._leave(self.clean, entry)
         clean_bytes = entry.hot_bytes if evictable else 0
         self.clean_bytes += clean_bytes - entry.counted_clean_bytes
-        self.hot_chunks += hot - entry.counted_hot
-        self.dirty_chunks += dirty - entry.counted_dirty
-        self.unread_files += unread - entry.counted_unread
+        counted, entry.counted = entry.counted, hot | dirty << 1 | unread << 2
+        if counted != entry.counted:
+            self.hot_chunks += hot - (counted & 1)
+            self.dirty_chunks += dirty - (counted >> 1 & 1)
+            self.unread_files += unread - (counted >> 2)
         entry.counted_clean_bytes, entry.parked_clean_bytes = clean_bytes, 0
-        entry.counted_hot, entry.counted_dirty, entry.counted_unread = hot, dirty, unread
 
     def is_wanted(self, entry: ChunkEntry) -> bool:
         """Whether a chunk of this store is to be uploaded, once it has a file."""
@@ -119,17 +121,18 @@ class Orders:
 
     def touch(self, entries: Sequence[ChunkEntry]) -> None:
         """A sequence was used: its chunks become the youngest, the first one youngest of all."""
-        clean, dirty, cold, shared = self.clean, self.dirty, self.cold, self.shared
+        clean, dirty, cold, shared, youngest = self.clean, self.dirty, self.cold, self.shared, self.cold.end
         for used_ns, entry in enumerate(reversed(entries), self.tick()):
-            if not (entry.removed or entry.generation.cleared):
+            if not entry.generation.cleared:
                 name = entry.name
                 entry.used_ns = self._last_ns = used_ns
                 if name in clean:
                     clean.move_to_end(name)
                 elif name in dirty:
                     dirty.move_to_end(name)
-                if entry.file is not ABSENT and name in cold:
-                    cold.move_to_end(name)
+                younger = entry.younger
+                if younger is not None and younger is not youngest:
+                    cold.touch(entry)
                 if shared and name in shared:
                     shared.move_to_end(name)
 
@@ -158,12 +161,12 @@ class Orders:
             self._used_early.append(entry)
         else:
             entry.used_ns = used_ns
-        if entry.name in self.cold:
-            self.cold.move_to_end(entry.name)
+        if entry.older is not None:
+            self.cold.touch(entry)
 
     def all_dated(self) -> None:
         """That was the last of them: those that were used before they had a date are the youngest."""
         used, self._used_early = self._used_early, []
         for entry in sorted(used, key=lambda entry: entry.used_ns):
-            if not entry.dropped and entry.name in self.cold:
-                self.cold.move_to_end(entry.name)
+            if not entry.dropped and entry.older is not None:
+                self.cold.touch(entry)

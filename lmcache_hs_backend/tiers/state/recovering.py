@@ -49,7 +49,7 @@ def sized(state: TierState, files: Sequence[FoundFile]) -> None:
                 accounts.set_leftover(file.name, file.size)
         elif entry.has_file:
             if entry.file is UNREAD:
-                _set_size(state, entry, file.size)
+                state.set_size(entry, file.size)
             state.orders.date(entry, file.mtime_ns)
 
 
@@ -75,7 +75,7 @@ def header_read(state: TierState, entry: ChunkEntry, header: Header) -> None:
     entry.file = KNOWN
     entry.layout, entry.digests = state.share(header.layout), header.digests
     if not entry.dropped:  # else it is being archived, and its bytes count as a leftover's
-        _set_size(state, entry, header.layout.size)
+        state.set_size(entry, header.layout.size)
         state.orders.reindex(entry)
 
 
@@ -83,11 +83,6 @@ def header_read(state: TierState, entry: ChunkEntry, header: Header) -> None:
 def _layer_idxs(layout: FileLayout) -> frozenset[int]:
     """One object for equal layouts: a set of its own for each chunk is a quarter of a kilobyte."""
     return frozenset([spec.layer_idx for spec in layout.layers])
-
-
-def _set_size(state: TierState, entry: ChunkEntry, size: int) -> None:
-    state.accounts.own += size - entry.size
-    entry.size = size
 
 
 def _check_identity(entry: ChunkEntry, meta: ChunkMeta) -> None:

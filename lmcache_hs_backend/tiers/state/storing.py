@@ -123,7 +123,8 @@ def commit_store(
         entry = state.entries.get(ref.name)
         if entry is None:
             kv = CONFIRMED if missing.present else UNCONFIRMED
-            entry = ChunkEntry(ref.name, ref.prefix, ref.end - ref.start, ref.kv_key, kv, generation=state.generation)
+            key = state.keep_key(ref.kv_key)
+            entry = ChunkEntry(ref.name, ref.prefix, ref.end - ref.start, key, kv, generation=state.generation)
             entry.metadata, entry.stored_at = describe(ref), now
             entry.kv_seen_ns = plan.seen_ns if missing.present else 0
             entry.hot = slots
@@ -131,7 +132,8 @@ def commit_store(
             state.add(entry)
         else:
             if not entry.prefix:  # a file found at start: whose it is, the store knows before its header is read
-                entry.prefix, entry.num_tokens, entry.kv_key = ref.prefix, ref.num_tokens, ref.kv_key
+                entry.prefix, entry.num_tokens = ref.prefix, ref.num_tokens
+                entry.kv_key = state.keep_key(ref.kv_key)
                 if missing.present:
                     state.confirm(entry, ref.kv_key, plan.seen_ns)
             # In the meantime another call may have stored the chunk, or a colliding one, or recovery have found it.

@@ -6,15 +6,14 @@ transitions proper are the functions of the modules beside this one.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from lmcache_hs_backend.chunk import Presence
+from lmcache_hs_backend.chunk import WHOLE_KEYS, Presence
 from lmcache_hs_backend.format.header import FileLayout
 from lmcache_hs_backend.format.layout import FoundFile
 from lmcache_hs_backend.tiers.state.accounts import DiskAccounts
@@ -22,6 +21,8 @@ from lmcache_hs_backend.tiers.state.entries import (
     ABSENT,
     CONFIRMED,
     LOCAL,
+    NO_SLOTS,
+    REMOVED,
     UNCONFIRMED,
     UNREAD,
     ChunkEntry,
@@ -80,24 +81,43 @@ class Victim:
     in_bucket: bool = False  # for ARCHIVE: the shared tier holds it too
 
 
+class ChunkTable(Protocol):
+    """A table of chunks that is let go of bit by bit."""
+
+    def __len__(self) -> int: ...
+
+    def popitem(self) -> tuple[bytes, ChunkEntry]:
+        """Take one out."""
+        ...
+
+
 class TierState:
     """See the module's text. The store's lock guards all of it."""
 
-    def __init__(self, capacity: int, *, archive_gone: bool, max_cold_bytes: int, share: str = "") -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        archive_gone: bool,
+        max_cold_bytes: int,
+        share: str = "",
+        keep_key: Callable[[Any], Any] = WHOLE_KEYS.keep,
+    ) -> None:
         """``capacity``: bytes of the hot tier. ``archive_gone``: keep the files of chunks whose KV is gone.
 
-        ``share``: see Orders; empty without a shared tier.
+        ``share``: see Orders; empty without a shared tier. ``keep_key``: see KeyForm.
 
         Raises ValueError when the hot tier cannot hold a page.
         """
         self.free_list = FreeList(capacity)
-        self.entries: OrderedDict[bytes, ChunkEntry] = OrderedDict()  # in no useful order: see next_batch
+        self.entries: dict[bytes, ChunkEntry] = {}
         self.orders = Orders(share)
         self.accounts = DiskAccounts()
         self.jobs = JobQueue()
         self.rate = WriteRate()
         self.tally = Tally()
         self.archive_gone = archive_gone
+        self.keep_key = keep_key
         self.max_cold_bytes = max_cold_bytes
         self.epoch = 0  # how often everything was cleared
         self.generation = Generation()
@@ -118,6 +138,8 @@ class TierState:
         self.writes: set[WriteJob] = set()
         self.evictions: set[Victim] = set()
         self._layouts: dict[FileLayout, FileLayout] = {}
+        self._sizes: dict[int, int] = {}
+        self._to_visit: list[bytes] = []  # by next_batch
 
     @property
     def ready_bytes(self) -> int:
@@ -143,12 +165,22 @@ class TierState:
         """One object for equal layouts: a million chunks have a handful of them."""
         return self._layouts.setdefault(layout, layout)
 
+    def set_size(self, entry: ChunkEntry, size: int) -> None:
+        """How many bytes the file of a chunk in the index has. One int object for equal sizes, as for layouts."""
+        self.accounts.own += size - entry.size
+        entry.size = self._sizes.setdefault(size, size)
+
     def next_batch(self, count: int) -> list[ChunkEntry]:
-        """The next ``count`` chunks; calling it again and again visits all, without a copy of the index."""
-        batch = []
-        for name in list(itertools.islice(self.entries, count)):
-            self.entries.move_to_end(name)
-            batch.append(self.entries[name])
+        """The next chunks, ``count`` at most; calling it again and again visits all, without a copy of the index.
+
+        First those with a file, from the least recently used on, then those that may be in RAM only.
+        """
+        if self._to_visit:
+            names, self._to_visit[-count:] = self._to_visit[-count:], []
+            return [entry for name in names if (entry := self.entries.get(name)) is not None]
+        batch = self.orders.cold.next_batch(count)
+        if not batch:
+            self._to_visit = [*self.orders.dirty, *self.orders.clean]
         return batch
 
     # -- pins --------------------------------------------------------------------------------------------
@@ -187,7 +219,7 @@ class TierState:
         """Slots on loan hold good rows of a chunk: they are the chunk's."""
         nbytes = sum([slot.nbytes for slot in slots.values()])
         self.loaned_bytes -= nbytes
-        entry.hot.update(slots)
+        entry.hot = {**entry.hot, **slots}
         if entry.dropped:
             self.detached_bytes += nbytes
         else:
@@ -195,8 +227,11 @@ class TierState:
 
     def _vacate(self, entry: ChunkEntry) -> None:
         """Free all slots of a chunk that is not pinned."""
-        slots, entry.hot = entry.hot, {}
+        slots, entry.hot = entry.hot, NO_SLOTS
         entry.metadata = None
+        entry.dirty_since = 0.0
+        if not self.orders.share:  # only an upload asks for it then
+            entry.stored_at = 0.0
         free = self.free_list.free
         for offset, nbytes, _ in slots.values():
             free(offset, nbytes)
@@ -232,7 +267,7 @@ class TierState:
             self.jobs.submit(DeleteJob(name))
         del self.entries[name]
         self.confirmed_chunks -= entry.kv is CONFIRMED
-        entry.removed = True
+        entry.generation = REMOVED
         self.orders.reindex(entry)
         if entry.pins:
             self.detached_bytes += entry.hot_bytes
@@ -254,7 +289,7 @@ class TierState:
         else:
             self.drop(entry)
 
-    def clear(self) -> tuple[int, list[OrderedDict[bytes, ChunkEntry]]]:
+    def clear(self) -> tuple[int, list[ChunkTable]]:
         """Every chunk leaves both tiers; the archive stays. ``purged`` when that is durable on disk.
 
         Takes time for the chunks in RAM only. Returns how many chunks there were, and the tables of them, which the
@@ -266,7 +301,7 @@ class TierState:
         self.generation.cleared = True
         self.generation = Generation()
         self.purge_pending = True
-        self.entries = OrderedDict()
+        self.entries = {}
         self.orders = Orders(self.orders.share)
         self.confirmed_chunks = 0
         self.accounts.clear()
@@ -284,10 +319,9 @@ class TierState:
 
     def confirm(self, entry: ChunkEntry, kv_key: Any, seen_ns: int) -> None:
         """The KV of a chunk was seen present at ``seen_ns`` (monotonic): from now on its absence means something."""
-        entry.kv_key = kv_key
         entry.kv_seen_ns = seen_ns
         if entry.kv is UNCONFIRMED and not entry.dropped:
-            entry.kv = CONFIRMED
+            entry.kv, entry.kv_key = CONFIRMED, self.keep_key(kv_key)
             self.confirmed_chunks += 1
 
     def kv_answered(self, entry: ChunkEntry, answer: Presence, asked_ns: int, *, writable: bool) -> bool:

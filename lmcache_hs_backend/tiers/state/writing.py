@@ -115,8 +115,8 @@ def commit_write(
     else:
         accounts.remove_leftover(entry.name)  # another file of that name, which could not be deleted
         state.undeletable.discard(entry.name)
-        accounts.own += layout.size - entry.size
-        entry.file, entry.size = KNOWN, layout.size
+        state.set_size(entry, layout.size)
+        entry.file = KNOWN
         entry.layout, entry.digests, entry.share = state.share(layout), digests, LOCAL
         entry.saved_ns = used_ns
         state.orders.reindex(entry)
