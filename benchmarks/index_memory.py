@@ -1,7 +1,7 @@
 """What a store keeps in RAM for chunks that are on disk only: the memory of a process with and without them.
 
-A program of its own, because only a fresh heap tells: ``python -m benchmarks.index_memory COUNT [KIND…]`` prints bytes per
-chunk for each kind.
+A program of its own, because only a fresh heap tells: ``python -m benchmarks.index_memory COUNT [KIND…]`` prints bytes
+per chunk for each kind.
 """
 
 from __future__ import annotations
