@@ -209,6 +209,36 @@ def local(clock: Clock, nodes: dict[str, Node], prompt: Prompt, rows: torch.Tens
     return interleaved(stores, rounds) | interleaved(hits, rounds)
 
 
+def idle_cost(
+    clock: Clock, folder: str, shared: dict[str, Any], prompt: Prompt, rows: torch.Tensor, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What a shared tier that has nothing to do costs: pairs of fresh stores, each pair opened in the other order.
+
+    Of two stores in one process, one has the better memory for as long as it lives, by several percent. So a ratio is
+    that of the two medians of a pair.
+    """
+    sides: dict[str, dict[str, Any]] = {"without a shared tier": {}, "with one": shared}
+    pairs = [(f"{what}, with one", f"{what}, without a shared tier") for what in ("store", "cold hit")]
+    every: Times = {}
+    ratios: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
+    for number in range(options.pairs):
+        order = list(sides) if number % 2 else list(reversed(sides))
+        nodes = {side: Node(f"{folder}-{number}-{side}", chunk_size=options.tokens, **sides[side]) for side in order}
+        times = local(clock, {side: nodes[side] for side in sides}, prompt, rows, options.rounds)
+        for node in nodes.values():
+            node.store.close()
+        for pair in pairs:
+            ratios[pair].append(spread(times[pair[0]]).median / spread(times[pair[1]]).median)
+        for name, seconds in times.items():
+            every.setdefault(name, []).extend(seconds)
+    figures = show(clock, every, len(prompt.refs) * options.tokens * HIDDEN * 2, [])
+    for pair, values in ratios.items():
+        median, low, high = spread(values)
+        print(f"{pair[0]} ÷ {pair[1]}: {median:.3f} ({low:.3f} to {high:.3f}), {len(values)} pairs of stores")
+        figures[" / ".join(pair)] = {"median": median, "low": low, "high": high}
+    return figures
+
+
 def show(clock: Clock, times: Times, nbytes: int, ratios: list[tuple[str, str]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, seconds in times.items():
@@ -234,6 +264,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, metavar="MS", help="of each GET; the light server only")
     parser.add_argument("--chunks", type=int, default=8, help="chunks of the prompt (default 8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a chunk (default 256)")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of stores for the local comparison (default 1)")
     parser.add_argument("--only", choices=("remote", "local"), help="one of the two comparisons (default: both)")
     parser.add_argument("--out", help="file for the figures as JSON")
     options = parser.parse_args()
@@ -270,11 +301,7 @@ def main() -> None:
                 ("LMCache's S3 connector", "remote hit"), ("obstore, bare GETs", "remote hit"),
             ])  # fmt: skip
         if options.only != "remote":
-            nodes = {"without a shared tier": node("plain"), "with one": node("with", **shared)}
-            times = local(clock, nodes, prompt, rows, options.rounds)
-            whats = ("store", "cold hit")
-            pairs = [(f"{what}, with one", f"{what}, without a shared tier") for what in whats]
-            figures |= show(clock, times, size.nbytes, pairs)
+            figures |= idle_cost(clock, f"{folder}/idle", shared, prompt, rows, options)
     if options.out:
         Path(options.out).write_text(json.dumps(figures, indent=1))
 
