@@ -108,6 +108,20 @@ def test_memory_that_is_released_takes_no_more_rows(tmp_path):
         arena.write(0, rows.data_ptr(), rows.nbytes)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_what_is_read_from_a_slot_belongs_to_the_mode_of_its_caller(core, copier, mode):
+    rows = torch.randn(8, 64)
+    moves = [(0, 8, (0, ALIGN, LayerSpec(0, "F32", 64)))]
+    copier.copy_in(rows, moves)
+    with mode():
+        out = torch.empty(8, 64)
+        copier.copy_out([(out, moves)])
+    assert torch.equal(out, rows)
+    assert out.is_inference() == (mode is torch.inference_mode)
+    copier.copy_in(rows + 1, moves)  # a slot that was read is as writable as any other
+    assert torch.equal(core.arena.rows_at(0, 8, 64, "F32"), rows + 1)
+
+
 def test_a_small_store_calls_for_no_team_of_threads(core, io, copier, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("torch would form a team"))
     rows = torch.randn(8, 64)

@@ -180,7 +180,8 @@ class TieredHiddenStateStore:
         Raises:
             ValueError: An argument is wrong.
         """
-        rows = self.retrieve_layers(token_ids, [layer_idx], request_configs=request_configs)
+        ids = self._token_bytes(token_ids)
+        rows = self._retrieve(token_ids, ids, [_layer_idx(layer_idx)], torch.float32, request_configs)
         return rows.get(layer_idx)
 
     def num_cached_chunks(self) -> int:
@@ -243,7 +244,8 @@ class TieredHiddenStateStore:
         Raises:
             ValueError: An argument is wrong.
         """
-        layers = {idx: rows for idx, rows in layers.items() if self._allowed is None or idx in self._allowed}
+        if self._allowed is not None:
+            layers = {idx: rows for idx, rows in layers.items() if idx in self._allowed}
         if not layers:
             return 0
         num_tokens = len(token_ids)

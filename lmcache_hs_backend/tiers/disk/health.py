@@ -53,6 +53,8 @@ class DiskHealth:
             metrics: Where failures are counted.
         """
         self.state = ColdState.ONLINE
+        self.readable = True  # reads are tried; every call looks at this, so it is a plain field
+        self.writable = True  # writes are tried
         self.changes = 0  # how often the state has changed: a waiter that sees another number looks again
         self._namespace = namespace
         self.files = files
@@ -64,16 +66,6 @@ class DiskHealth:
         self._probe: threading.Thread | None = None
         self._timeouts: list[float] = []  # when retrieves last waited in vain
         self._slow = False  # offline for that
-
-    @property
-    def readable(self) -> bool:
-        """Whether reads are tried."""
-        return self.state is not ColdState.OFFLINE
-
-    @property
-    def writable(self) -> bool:
-        """Whether writes are tried."""
-        return self.state is ColdState.ONLINE
 
     def failed(self, what: str, error: OSError) -> None:
         """A read or a write (``what``) was refused by the system: offline."""
@@ -144,6 +136,7 @@ class DiskHealth:
 
     def _change(self, state: ColdState) -> None:
         self.state = state
+        self.readable, self.writable = state is not ColdState.OFFLINE, state is ColdState.ONLINE
         self.changes += 1
 
     def _try_again_later(self) -> None:

@@ -93,7 +93,15 @@ class Copier:
 
         ``reading``: I/O threads read for the caller, who keeps out of their way.
         """
-        pairs = [pair for rows, moves in parts for pair in copy_pairs(self._arena, rows, moves)]
+        to_read = self._arena.rows_to_read
+        pairs = [
+            (
+                rows if tokens == rows.shape[0] else rows[row : row + tokens],
+                to_read(offset, tokens, spec.hidden_dim, spec.dtype),
+            )
+            for rows, moves in parts
+            for row, tokens, offset, spec in runs_of(moves)
+        ]
         if pairs:
             self.copy(pairs, reading=reading)
 

@@ -89,9 +89,10 @@ class Retrieve:
             writable = core.disk.health.writable
             with core.lock:
                 known, miss = reading.judge_presence(state, refs, walk, answers, asked_ns, now_ns, writable=writable)
-                if state.jobs.ready:
+                if known < len(walk.entries) and state.jobs.ready:
                     core.wake()
-            cold = [position for position in walk.cold if position < known]
+            if walk.cold:
+                cold = [position for position in walk.cold if position < known]
             if cold:  # first of all: the disk takes longest
                 pending = PendingReads(refs, self._reads)
                 self._submit_reads(walk, cold, pending)

@@ -75,6 +75,7 @@ class Arena:
         with torch.inference_mode(False):  # a store that is opened, or first used, within it shall not be bound to it
             self._base = torch.frombuffer(self._view, dtype=torch.uint8)
         self._typed: dict[str, torch.Tensor] = {}
+        self._readable: dict[str, torch.Tensor] = {}
 
     def pin(self) -> None:
         """Register the region for direct GPU transfers. Raises RuntimeError when CUDA refuses."""
@@ -95,6 +96,7 @@ class Arena:
         """Give up the memory, when no slot is in use any more; it is unmapped once no view of it is left."""
         self.unpin()
         self._typed.clear()
+        self._readable.clear()
         self._base = torch.empty(0, dtype=torch.uint8)
         self._view = memoryview(b"")
 
@@ -139,4 +141,14 @@ class Arena:
             with torch.inference_mode(False):
                 typed = self._typed[dtype] = self._base.view(TORCH_DTYPES[dtype])
         # One call into torch instead of two: it is on the way of every chunk.
+        return typed.as_strided((num_tokens, hidden_dim), (hidden_dim, 1), offset // typed.itemsize)
+
+    def rows_to_read(self, offset: int, num_tokens: int, hidden_dim: int, dtype: str) -> torch.Tensor:
+        """The same rows, to be copied from only: an inference tensor, which is a view in less time."""
+        typed = self._readable.get(dtype)
+        if typed is None:
+            with torch.inference_mode():
+                typed = self._readable[dtype] = torch.frombuffer(self._view, dtype=torch.uint8).view(
+                    TORCH_DTYPES[dtype]
+                )
         return typed.as_strided((num_tokens, hidden_dim), (hidden_dim, 1), offset // typed.itemsize)

@@ -24,15 +24,14 @@ def checked_rows(rows: torch.Tensor, least: int, most: int | None = None) -> tor
     Raises:
         ValueError: They cannot be kept; says what was given and what is allowed.
     """
-    if rows.dim() != 2:
-        raise ValueError(f"hidden_states must be 2-D [num_tokens, hidden_dim], got shape {tuple(rows.shape)}")
-    if not least <= rows.shape[0] <= (least if most is None else most):
+    shape = rows.shape
+    if len(shape) != 2:
+        raise ValueError(f"hidden_states must be 2-D [num_tokens, hidden_dim], got shape {tuple(shape)}")
+    if not least <= shape[0] <= (least if most is None else most):
         allowed = f"({least})" if most in (None, least) else f"({most}), or reach the end of the last chunk ({least})"
-        raise ValueError(
-            f"hidden_states first dim ({rows.shape[0]}) must equal len(token_ids) - token_offset {allowed}"
-        )
-    if rows.shape[1] == 0:
-        raise ValueError(f"hidden_states must have at least one column, got shape {tuple(rows.shape)}")
+        raise ValueError(f"hidden_states first dim ({shape[0]}) must equal len(token_ids) - token_offset {allowed}")
+    if shape[1] == 0:
+        raise ValueError(f"hidden_states must have at least one column, got shape {tuple(shape)}")
     if rows.requires_grad:
         rows = rows.detach()  # or the whole tier would be a function of them, in the eyes of autograd
     if rows.dtype in DTYPE_NAMES:

@@ -59,6 +59,8 @@ def allocate(state: TierState, chunks: Sequence[tuple[int, Sequence[LayerSpec]]]
 
 def _place(state: TierState, needs: Sequence[Sequence[_Need]]) -> list[dict[int, Slot]]:
     """Slots layer by layer, so that the same layer of neighbouring chunks is side by side."""
+    if len(needs) == 1:
+        return _place_one(state, needs[0])
     placed: list[dict[int, Slot]] = [{} for _ in needs]
     by_layer: dict[_Need, list[int]] = {}
     for number, chunk in enumerate(needs):
@@ -75,6 +77,19 @@ def _place(state: TierState, needs: Sequence[Sequence[_Need]]) -> list[dict[int,
     for slots in placed[fit:]:
         state.return_slots(slots.values())
     return placed[:fit]
+
+
+def _place_one(state: TierState, needs: Sequence[_Need]) -> list[dict[int, Slot]]:
+    """The same for one chunk, which has no neighbours."""
+    slots: dict[int, Slot] = {}
+    for spec, nbytes in needs:
+        offsets = state.free_list.allocate(nbytes)
+        if not offsets:
+            state.return_slots(slots.values())
+            return []
+        slots[spec.layer_idx] = Slot(offsets[0], nbytes, spec)
+        state.loaned_bytes += nbytes
+    return [slots]
 
 
 def evict_oldest(state: TierState) -> bool:
