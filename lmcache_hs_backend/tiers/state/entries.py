@@ -142,8 +142,7 @@ class ChunkEntry:
     stored_at: float = 0.0  # when a layer was last added (monotonic)
     # How the orders have counted this entry so far; only Orders writes these.
     counted: int = 0  # as hot, dirty, unread: one bit each
-    counted_clean_bytes: int = 0
-    parked_clean_bytes: int = 0  # what it counted for before a pin took it out of the clean ones
+    clean_bytes: int = 0  # among the clean; negative: what it counted for before a pin took it out of them
 
     @property
     def dropped(self) -> bool:

@@ -74,13 +74,15 @@ class Orders:
         else:
             self._leave(self.clean, entry)
         clean_bytes = entry.hot_bytes if evictable else 0
-        self.clean_bytes += clean_bytes - entry.counted_clean_bytes
+        if entry.clean_bytes > 0:
+            self.clean_bytes -= entry.clean_bytes
+        self.clean_bytes += clean_bytes
+        entry.clean_bytes = clean_bytes
         counted, entry.counted = entry.counted, hot | dirty << 1 | unread << 2
         if counted != entry.counted:
             self.hot_chunks += hot - (counted & 1)
             self.dirty_chunks += dirty - (counted >> 1 & 1)
             self.unread_files += unread - (counted >> 2)
-        entry.counted_clean_bytes, entry.parked_clean_bytes = clean_bytes, 0
 
     def is_wanted(self, entry: ChunkEntry) -> bool:
         """Whether a chunk of this store is to be uploaded, once it has a file."""
@@ -104,16 +106,17 @@ class Orders:
 
     def park(self, entry: ChunkEntry) -> None:
         """A first pin: the chunk may not leave RAM. ``unpark`` or ``reindex`` undoes it."""
-        if entry.counted_clean_bytes:
+        nbytes = entry.clean_bytes
+        if nbytes > 0:
             del self.clean[entry.name]
-            self.clean_bytes -= entry.counted_clean_bytes
-            entry.parked_clean_bytes, entry.counted_clean_bytes = entry.counted_clean_bytes, 0
+            self.clean_bytes -= nbytes
+            entry.clean_bytes = -nbytes
 
     def unpark(self, entry: ChunkEntry) -> None:
         """The last pin has ended: the chunk may leave RAM again, if it might before."""
-        nbytes = entry.parked_clean_bytes
-        if nbytes:  # it has not been reindexed in between
-            entry.parked_clean_bytes, entry.counted_clean_bytes = 0, nbytes
+        nbytes = -entry.clean_bytes
+        if nbytes > 0:  # it has not been reindexed in between
+            entry.clean_bytes = nbytes
             self.clean_bytes += nbytes
             self.clean[entry.name] = entry
         elif entry.name not in self.dirty:  # where a pin changes nothing
