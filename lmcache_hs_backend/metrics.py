@@ -76,6 +76,7 @@ COUNTERS = {
     "read_bytes": "bytes of rows read from chunk files",
     "shared_puts": "chunks put into the bucket of the shared tier",
     "shared_put_bytes": "bytes put there",
+    "shared_record_bytes": "bytes of request records put there",
     "shared_exists": "chunks that the bucket had already",
     "shared_hits": "chunks that came from the bucket",
     "shared_read_bytes": "bytes read from there",

@@ -35,6 +35,7 @@ from lmcache_hs_backend.tiers.flows.store_chunks import Store
 from lmcache_hs_backend.tiers.memory.copies import work_alone
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.shared.bucket import Bucket, Fetched
+from lmcache_hs_backend.tiers.shared.records import RecordUploads
 from lmcache_hs_backend.tiers.state import reading, sharing
 from lmcache_hs_backend.tiers.state.sharing import Upload
 
@@ -51,6 +52,7 @@ _STORE_WAIT_SEC = 0.25
 _LOOK_AGAIN_SEC = 0.1
 _LIST_AGAIN_SEC = 5.0
 _WARN_AGAIN_SEC = 10.0
+_RECORDS_SEC = 5.0  # between two looks for new request records
 
 
 def shared_tier(
@@ -117,6 +119,8 @@ class Share:
         threads += [("write", self._upload_loop)] * (_UPLOADERS * self._may_write)
         if self._may_write:
             threads.append(("list", self._introduce))
+        if config.uploads in ("all", "archive"):  # then the rows of every request come to the bucket
+            threads.append(("records", self._record_loop))
         for name, work in threads:
             threading.Thread(target=work, name=f"hs-shared-{name}", daemon=True).start()
 
@@ -389,6 +393,21 @@ class Share:
         else:
             metrics.add("shared_exists" if answer is Answer.EXISTS else "errors_shared_write")
         return answer
+
+    def _record_loop(self) -> None:
+        """Upload request records, in the background of everything else."""
+        core, records = self._core, None
+        while not self._stopping.wait(_RECORDS_SEC):
+            if self._listed is None or not core.recovered or not self.writes_online:
+                continue
+            try:
+                records = records or RecordUploads(self._bucket, core.disk.directory)
+                core.metrics.add("shared_record_bytes", records.send(idle=not sharing.waiting(core.state)))
+            except OSError as error:
+                logger.debug("request records are not uploaded for now: %s", error)
+            except Exception:
+                core.metrics.add("errors_internal")
+                logger.exception("an upload of request records failed")
 
     def _parent(self, meta: ChunkMeta) -> bytes:
         """Prefix digest of the chunk before; empty where there is none, or its file is not here any more.

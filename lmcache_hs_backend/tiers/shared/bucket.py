@@ -30,7 +30,7 @@ from lmcache_hs_backend.format.header import (
     parse_preamble,
     verify_tensor,
 )
-from lmcache_hs_backend.format.layout import RECORD
+from lmcache_hs_backend.format.layout import RECORD, SEQUENCES
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.objects import Answer, Objects, Reply
 from lmcache_hs_backend.format.shared_names import (
@@ -243,6 +243,10 @@ class Bucket:
         """Write ``namespace.json``, which a reader needs, unless it is there."""
         text = json.dumps(self.ident.record(), indent=2).encode()
         return self._create(f"{self.folder}/{RECORD}", text)
+
+    def put_records(self, name: str, body: bytes) -> Answer:
+        """Put request records where readers look for them, unless there is an object of this name."""
+        return self._create(f"{self.folder}/{SEQUENCES}/{name}", body).answer
 
     def respects_conditions(self) -> bool | None:
         """Whether the second of two creations is refused. None: it could not be tried."""
