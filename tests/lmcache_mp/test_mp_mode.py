@@ -494,7 +494,22 @@ def test_a_client_may_be_there_before_its_server(tmp_path: Path) -> None:
     assert client.retrieve_hidden_states(tokens) is None
 
 
-def test_a_server_whose_cold_path_cannot_be_used_serves_on_without_rows(tmp_path: Path) -> None:
+def test_rows_are_kept_in_ram_while_the_cold_path_cannot_be_used_and_written_when_it_can(tmp_path: Path) -> None:
+    path, tokens, rows = tmp_path / "cold", tokens_of(2, 530), rows_of(2 * CHUNK, 531)
+    path.write_text("")
+    with MpServer(path, tmp_path / "log", write_back_sec=0) as server:
+        client = server.client()
+        assert client.store_hidden_states(tokens, rows) == 2
+        assert is_served(client, tokens, rows)
+        assert client.stats()["cold_state"] == "offline"
+        assert f"config['cold_path'] of the server module is '{path}'" in server.log.read_text()
+        path.unlink()
+        wait_until(lambda: client.stats()["cold_chunks"] == 2, 90)
+        assert client.stats()["cold_state"] == "online"
+        client.close()
+
+
+def test_where_the_cold_path_is_required_a_server_without_it_serves_no_rows_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with MpServer(tmp_path / "file", tmp_path / "log", require_cold=True) as server:
         client = server.client()
@@ -502,6 +517,8 @@ def test_a_server_whose_cold_path_cannot_be_used_serves_on_without_rows(tmp_path
         assert client.store_hidden_states(tokens, rows_of(2 * CHUNK, 531)) == 0
         assert client.retrieve_hidden_states(tokens) is None
         assert server.status()["stores"] == []
+        said = f"a client is refused, and gets no hidden states: {MODEL}: config['cold_path'] of the server module is"
+        assert server.log.read_text().count(said) == 1
         client.close()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from lmcache_hs_backend.integrations.lmcache_mp.spaces import Space, Spaces
 logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 512
+_WARN_EVERY_SEC = 60.0
 
 
 class Connections:
@@ -37,6 +39,7 @@ class Connections:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
+        self._refusals: dict[str, float] = {}  # why, and until when it is not said again
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(name)
@@ -85,7 +88,8 @@ class Connections:
                 self._end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        session = Session(self._spaces, connection, int(self._config.client_memory * GIB), lambda: self._closed)
+        memory = int(self._config.client_memory * GIB)
+        session = Session(self._spaces, connection, memory, lambda: self._closed, self._refused)
         try:
             session.run()
         except OSError as error:  # the client is gone, or uses another protocol
@@ -95,6 +99,17 @@ class Connections:
         finally:
             session.close()
             self._end(connection)
+
+    def _refused(self, reason: str) -> None:
+        """Say it in the server's log as well, not each time that the client tries again."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._refusals.get(reason, 0.0):
+                return
+            if len(self._refusals) >= _MOST_CONNECTIONS:
+                self._refusals.clear()
+            self._refusals[reason] = now + _WARN_EVERY_SEC
+        logger.warning("a client is refused, and gets no hidden states: %s", reason)
 
     def _end(self, connection: socket.socket) -> None:
         with self._lock:
@@ -106,10 +121,24 @@ class Session:
     """One connection: its space, and the memory of its results. One thread."""
 
     def __init__(
-        self, spaces: Spaces, connection: socket.socket, client_memory: int, is_closing: Callable[[], bool]
+        self,
+        spaces: Spaces,
+        connection: socket.socket,
+        client_memory: int,
+        is_closing: Callable[[], bool],
+        refused: Callable[[str], None],
     ) -> None:
-        """``client_memory``: bytes of results. ``is_closing``: whether this side has ended the connection."""
+        """Start with no space.
+
+        Args:
+            spaces: All of the server.
+            connection: The client's.
+            client_memory: Bytes of results.
+            is_closing: Whether this side has ended the connection.
+            refused: Is told why a client cannot be served.
+        """
         self._spaces = spaces
+        self._refused = refused
         self._connection = connection
         self._copies = ClientCopies(connection, is_closing)
         self._space: Space | None = None
@@ -137,7 +166,7 @@ class Session:
         try:
             self._results.release(call.released)
             if isinstance(call, wire.HelloCall):
-                return self._hello(call, new)
+                return self._welcome(call, new)
             if self._space is None:
                 raise ValueError("the first message must be hello")
             if not self._space.is_current:
@@ -152,6 +181,13 @@ class Session:
             if self._space is not None:
                 self._space.tiers.metrics.add("errors_internal")
             return wire.WireReply(error=f"{type(error).__name__}: {error}")
+
+    def _welcome(self, call: wire.HelloCall, new: list[int]) -> wire.WireReply:
+        try:
+            return self._hello(call, new)
+        except ValueError as error:
+            self._refused(f"{call.model}: {error}")
+            raise
 
     def _hello(self, call: wire.HelloCall, new: list[int]) -> wire.WireReply:
         if call.version != wire.VERSION:
