@@ -60,12 +60,13 @@ class MpServer:
             {"module_path": "tests.support.mp_kv_module"},
         ]
         command = [
-            str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port),
+            sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(self.port),
             "--http-port", str(free_port()), "--l1-size-gb", "0.1", "--eviction-policy", "LRU",
             "--disable-observability", "--chunk-size", str(CHUNK), "--server-module", json.dumps(modules),
             *self.arguments,
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_TRACK_USAGE": "false", "HS_STRICT": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "LMCACHE_TRACK_USAGE": "false", "HS_STRICT": "1"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=takes_sigint

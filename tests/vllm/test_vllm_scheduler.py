@@ -127,6 +127,14 @@ def test_a_finished_request_leaves_all_but_its_last_token() -> None:
     assert (held, answer) == (False, {"hidden_states_last_chunk": finish.refs[-1].chunk_hash})
 
 
+def test_the_reply_names_no_chunk_where_lmcaches_server_names_them() -> None:
+    rig = Rig(20, mp_server_url="tcp://127.0.0.1:5555")
+    rig.start([9, 4, 2], 20)
+    rig.sample(1)
+    assert rig.half.finish(rig.request, [9, 4, 2]) == (False, None)
+    assert [chunk.ref.end for chunk in rig.given[0].ready] == [20]
+
+
 def test_an_aborted_request_leaves_what_was_computed_and_its_file_is_given_up() -> None:
     rig = Rig(40, emit="both", shared_storage_path="/files")
     step = rig.start([9, 4, 7], 20)

@@ -3,12 +3,12 @@
     python -m tests.vllm.vllm_run run.json
 
 ``run``: ``llm`` (arguments of LLM), ``connector`` (its extra config, or null for vLLM's example connector on
-CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, before ours;
-``beside_last``: after it), ``before`` (a module and a function of it, called before vLLM starts),
-``drafter_limit`` (see limit_drafter), ``batches`` (each: ``prompts``, ``sampling``, ``kv``, ``reset``: first forget
-vLLM's prefix cache, ``probe``: a module and a function of it, called in this process with the batch's requests),
-``in_turn`` (with the example beside ours, see in_turn.py), ``out``. A prompt is text, token ids or some of an earlier
-request's tokens.
+CPU), ``storage`` (the example's path), ``beside`` (another connector's module and class, and its extra config
+if it has one, before ours; ``beside_last``: after it), ``before`` (a module and a function of it, called before
+vLLM starts), ``drafter_limit`` (see limit_drafter), ``batches`` (each: ``prompts``, ``sampling``, ``kv``,
+``reset``: first forget vLLM's prefix cache, ``probe``: a module and a function of it, called in this process with
+the batch's requests), ``in_turn`` (with the example beside ours, see in_turn.py), ``out``. A prompt is text, token
+ids or some of an earlier request's tokens.
 Tests and scripts call ``run`` below, which starts this file as a child.
 """
 
@@ -82,8 +82,12 @@ def llm_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         both = {"kv_connector_extra_config": {"connectors": [connector, example]}}
         connector = {**example, **both, "kv_connector": "InTurn", "kv_connector_module_path": "tests.vllm.in_turn"}
     if "beside" in spec:
-        module, name = spec["beside"]
-        other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+        module, name, *extra = spec["beside"]
+        other = {"kv_connector": name, "kv_role": "kv_both"}
+        if module is not None:  # else it is one of vLLM's own
+            other["kv_connector_module_path"] = module
+        if extra:
+            other["kv_connector_extra_config"] = extra[0]
         connector = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
@@ -134,6 +138,7 @@ def main() -> None:
                 "prompt_ids": list(output.prompt_token_ids or ()),
                 "ids": list(output.prompt_token_ids or ()) + list(output.outputs[0].token_ids),
                 "finish": output.outputs[0].finish_reason,
+                "cached": output.num_cached_tokens,  # of the prompt: not computed, from vLLM's own or another cache
                 "kv": output.kv_transfer_params,
             }
             for output in outputs

@@ -137,7 +137,7 @@ class RequestTracker:
             ready = self._last_chunks(tracked, tracked.sequence, end, blocks)
             refs = tracked.sequence.refs + [chunk.ref for chunk in ready if not chunk.blocks]
             record = self._record(request, max([end, *(ref.end for ref in refs[-1:])]))
-            if refs:
+            if refs and not self._settings.to_server:  # which names chunks in its own way
                 answer["hidden_states_last_chunk"] = refs[-1].chunk_hash
         elif self._settings.to_tiers:
             answer["hidden_states_not_covered"] = _other_inputs(request)

@@ -181,6 +181,7 @@ class ServerSink:
         if not self._thread.close(_DRAIN_SEC):
             logger.warning("hidden states: rows of %d bytes on their way to the server are lost", self._staged_bytes)
         self._client.close()
+        logger.info("hidden states of this run: %s", ", ".join(f"{k} {v}" for k, v in sorted(self.figures.items())))
 
     def _store(self, chunk: ReadyChunk, rows: HostRows) -> None:
         kept = 0
