@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.support.inspecting import ROOT
 from tests.support.figures import tell
+from tests.support.inspecting import ROOT
 
 pytest.importorskip("lmcache")
 

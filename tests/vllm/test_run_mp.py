@@ -1,6 +1,6 @@
 """Real vLLM with LMCache's MP connector and ours side by side: KV and hidden states in one ``lmcache server``.
 
-Collected where vLLM and LMCache are both there: scripts/test_vllm.sh runs it with each LMCache. On a CPU LMCache has
+Collected where vLLM and LMCache are both there: scripts/test_vllm.sh puts LMCache on the path. On a CPU LMCache has
 the worker copy KV (its "engine-driven" transfer), and the server has to be told that it may; by default it copies
 itself, and does not answer such a worker.
 """
@@ -8,6 +8,7 @@ itself, and does not answer such a worker.
 from __future__ import annotations
 
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from tests.vllm.english import different
 from tests.vllm.reference import ColdPath
 from tests.vllm.vllm_run import LAYERS, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        metadata.version("lmcache").startswith("0.5.6"),
+        reason="there 'engine-driven transfer does not support multiple KV transfer groups now', so not with our cache",
+    ),
+]
 
 CHUNK = 64
 SHORT = {"max_tokens": 4, "ignore_eos": True}
