@@ -61,9 +61,23 @@ if [ -n "$nightly" ]; then
   export HS_SHARED_KILLS=100 HS_SHARED_BACKLOG=10000
 fi
 
+# run_pytest ARG…: what fails once and passes alone, right after, depends on time or on its neighbours. It is shown, and is
+# to be mended; it does not stop a release. What fails twice does.
+run_pytest() {
+  local status=0
+  "$python" -m pytest "$@" || status=$?
+  if [ $status = 1 ]; then
+    echo "== the failed tests once more, alone"
+    "$python" -m pytest "$@" --last-failed --last-failed-no-failures=none && echo "== FLAKY: see the failures above" && return
+  fi
+  return $status
+}
+
 if [ "$lmcache" != "$default_lmcache" ]; then
   echo "== engine tests on lmcache $lmcache"
-  HS_STRESS_SEC=10 exec "$python" -m pytest -m engine --durations=5 "$@"
+  export HS_STRESS_SEC=10
+  run_pytest -m engine --durations=5 "$@"
+  exit
 fi
 
 echo "== ruff"
@@ -72,4 +86,4 @@ echo "== ruff"
 echo "== mypy"
 "$python" -m mypy
 echo "== tests on lmcache $lmcache"
-exec "$python" -m pytest ${cov[@]+"${cov[@]}"} --durations=10 "$@"
+run_pytest ${cov[@]+"${cov[@]}"} --durations=10 "$@"
