@@ -118,7 +118,8 @@ class UrlFiles(FileLayer):
 
     def mount(self, root: str) -> None:
         """From now on, open what is below a URL as well."""
-        self._roots.setdefault(root, None)
+        with self._lock:
+            self._roots.setdefault(root, None)
 
     # -- what FileLayer has ----------------------------------------------------------------------------------
 

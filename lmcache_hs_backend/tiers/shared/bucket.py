@@ -82,6 +82,7 @@ class Bucket:
         self.writes = Breaker("writes", objects.url)
         self.looks_first = False  # before it creates, in a bucket that would let one creation overwrite another
         self._most_bytes = most_bytes
+        self._layout: FileLayout | None = None  # of the last chunk: most have the same
         self._files = FileLayer()
 
     # -- down --------------------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ class Bucket:
         return Fetched(header, rows)
 
     def _identified(self, start: memoryview, size: int, name: bytes) -> Header:
-        header = parse_preamble(start, size)
+        header = parse_preamble(start, size, self._layout)
+        self._layout = header.layout
         meta = header.meta
         if meta.model != self.ident.model or revision(meta) != self.ident.model_revision:
             raise BadChunk("model", f"the object is of {meta.model[:100]!r}, revision {revision(meta)[:100]!r}")
