@@ -8,6 +8,9 @@ from importlib import metadata
 
 from lmcache_hs_backend.capture.capture_settings import Settings
 
+#: At Ctrl-C vLLM's server kills its workers at once, and what is on its way to disk with them, unless it has this long.
+_SHUTDOWN_SEC = "30"
+
 
 def serve_words(settings: Settings) -> list[str]:
     """The words of the command, for a shell or ``subprocess``."""
@@ -24,7 +27,7 @@ def serve_words(settings: Settings) -> list[str]:
             words += [option, *map(str, value)]
         else:
             words += [option, str(value)]
-    return words + list(settings.vllm_words)
+    return [*words, "--shutdown-timeout", _SHUTDOWN_SEC, *settings.vllm_words]  # the last one of an option counts
 
 
 def serve_command(settings: Settings) -> str:

@@ -146,7 +146,7 @@ def test_the_serve_command_gives_every_word_back(smollm2: str, tmp_path: Path, c
     line = capsys.readouterr().out
     found = shlex.split(line)
     assert {"--no-enable-prefix-caching", "--enforce-eager", "harbour model"} <= set(found)
-    assert found[-2:] == ["--port", "8123"]
+    assert found[-4:] == ["--shutdown-timeout", "30", "--port", "8123"]
     transfer = json.loads(found[found.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["cold_path"] == "/tmp/it's here"
     echoed = subprocess.run(["bash", "-c", f'printf "%s\\0" {line}'], capture_output=True, text=True, check=True).stdout
