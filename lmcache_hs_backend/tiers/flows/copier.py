@@ -74,8 +74,8 @@ class Copier:
 
         Of a small store torch's own work is the larger part: views, dispatch, and with more than one thread a team.
         """
-        if rows.nbytes > _ALONE_BYTES and torch.get_num_threads() > 1:
-            return False
+        if rows.nbytes > (_ALONE_BYTES if torch.get_num_threads() > 1 else _TEAM_BYTES):
+            return False  # of much, torch's way is a little faster
         source = plain_address(rows)
         if not source:
             return False
