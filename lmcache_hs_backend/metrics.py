@@ -1,7 +1,7 @@
 """Every counter, gauge and histogram: the names of ``stats()`` and of Prometheus, in one place.
 
-Counting is a dictionary update under a lock of its own that is held for nothing else, so it can be done
-from anywhere, under any lock. Prometheus sees the figures when ``publish`` copies them over, once a
+Counting is an append to a list, added up when figures are read, under a lock of its own that is held for nothing
+else; so it can be done from anywhere, under any lock. Prometheus sees the figures when ``publish`` copies them over, once a
 second from the background thread; its objects are made once per process, because LMCache builds its
 backends again at will and the registry refuses a second one.
 """
@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter as Counts
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
@@ -122,6 +123,8 @@ PREFIX = "lmcache:hs_"
 LABELS = ("model_name", "worker_id", "role", "served_model_name")
 _BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LOG_INTERVAL_SEC = 10.0
+#: So many calls are added up at the latest, should nobody ask for figures.
+_MANY_NOTES = 10_000
 
 _registered: dict[str, MetricWrapperBase] = {}
 _registering = threading.Lock()  # guards _registered; held only while a metric object is made
@@ -143,6 +146,7 @@ class Metrics:
         self._sums: dict[str, float] = dict.fromkeys(HISTOGRAMS, 0.0)
         self._published: Counts[str] = Counts()
         self._durations: list[tuple[str, float]] = []  # not published yet
+        self._notes: deque[tuple[str, float, Mapping[str, int]]] = deque()  # not added up yet; needs no lock
         self._reported: dict[str, float] = {}  # reason → when its losses were last in the log
         self._unreported: Counts[str] = Counts()
         values = [str((labels or {}).get(label, "")) for label in LABELS]
@@ -160,26 +164,36 @@ class Metrics:
 
     def add(self, name: str, count: int = 1) -> None:
         """Count something; ``name`` is one of COUNTERS."""
-        with self._lock:
-            self._counts[name] += count
+        self._note("", 0.0, {name: count})
 
     def add_all(self, counts: Mapping[str, int]) -> None:
-        """Count several things; the names are some of COUNTERS."""
-        with self._lock:
-            for name, count in counts.items():
-                self._counts[name] += count
+        """Count several things; the names are some of COUNTERS. They are counted a little later: change nothing."""
+        self._note("", 0.0, counts)
 
     def observe(self, name: str, seconds: float, **counts: int) -> None:
         """A duration for one of HISTOGRAMS, and ``counts`` for some of COUNTERS that go with it.
 
         Prometheus has them with the next ``publish``.
         """
-        with self._lock:
+        self._note(name, seconds, counts)
+
+    def _note(self, name: str, seconds: float, counts: Mapping[str, int]) -> None:
+        # Every call comes by here, and figures are read once a second: so nothing is added up yet.
+        self._notes.append((name, seconds, counts))
+        if len(self._notes) >= _MANY_NOTES:
+            with self._lock:
+                self._add_up()
+
+    def _add_up(self) -> None:
+        """Lock held. Count what was noted so far."""
+        while self._notes:
+            name, seconds, counts = self._notes.popleft()
             for counter, count in counts.items():
                 self._counts[counter] += count
-            self._sums[name] += seconds
-            self._counts[f"{name}_count"] += 1
-            self._durations.append((name, seconds))
+            if name:
+                self._sums[name] += seconds
+                self._counts[f"{name}_count"] += 1
+                self._durations.append((name, seconds))
 
     def loss(self, reason: str, chunks: int = 1) -> None:
         """Count rows that are lost; ``reason`` is one of DROPS. The log has it with the next report."""
@@ -206,6 +220,7 @@ class Metrics:
     def snapshot(self) -> dict[str, float]:
         """All counters, and the sums and counts of the histograms."""
         with self._lock:
+            self._add_up()
             figures: dict[str, float] = {name: self._counts[name] for name in COUNTERS}
             for name in HISTOGRAMS:
                 figures[f"{name}_sum"] = self._sums[name]
@@ -215,6 +230,7 @@ class Metrics:
     def publish(self, gauges: Mapping[str, float]) -> None:
         """Bring Prometheus up to date; ``gauges`` has a value for each of GAUGES."""
         with self._lock:
+            self._add_up()
             deltas = {name: self._counts[name] - self._published[name] for name in COUNTERS}
             self._published.update(deltas)
             durations, self._durations = self._durations, []
