@@ -16,6 +16,7 @@ class Context:
     size: Size
     directory: str | None  # where data goes; None: the system's directory for temporary files
     vllm_python: str | None  # an interpreter with vLLM
+    real_time: bool = False  # what is timed on an idle machine is scheduled before everything else
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[str]:

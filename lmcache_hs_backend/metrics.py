@@ -1,8 +1,8 @@
 """Every counter, gauge and histogram: the names of ``stats()`` and of Prometheus, in one place.
 
-Counting is an append to a list, added up when figures are read, under a lock of its own that is held for nothing
-else; so it can be done from anywhere, under any lock. Prometheus sees the figures when ``publish`` copies them over, once a
-second from the background thread; its objects are made once per process, because LMCache builds its
+Counting is an append to a list, which is added up when figures are read, under a lock of its own that is held for
+nothing else; so it can be done from anywhere, under any lock. Prometheus sees the figures when ``publish`` copies them
+over, once a second from the background thread; its objects are made once per process, because LMCache builds its
 backends again at will and the registry refuses a second one.
 """
 
