@@ -22,6 +22,7 @@ from lmcache_hs_backend.format.header import FileLayout
 from lmcache_hs_backend.tiers.flows.gauges import publish
 from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import leaving, making_room
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import KNOWN, ChunkEntry
 
 if TYPE_CHECKING:
@@ -108,40 +109,45 @@ class StoreDebug:
 
     def chunk(self, name: bytes) -> ChunkView | None:
         """A chunk as it is now, or None."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             entry = self._core.state.entries.get(name)
             return None if entry is None else self._view(entry)
 
     def chunks(self) -> dict[bytes, ChunkView]:
         """All chunks, of one moment."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             return {name: self._view(entry) for name, entry in self._core.state.entries.items()}
 
     def cold_order(self) -> list[bytes]:
         """The chunks that have a file, as they leave the disk: the least recently used first."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             return [entry.name for entry in self._core.state.orders.cold]
 
     def busy(self) -> set[bytes]:
         """Names on whose files an operation is queued or running; also of chunks that are dropped already."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             return set(self._core.state.jobs.busy_names)
+
+    def active_calls(self) -> int:
+        """Calls that have not given everything back yet."""
+        with self._core.lock, self._core.step:
+            return len(self._core.state.calls)
 
     def undeleted(self) -> set[bytes]:
         """Names of dropped chunks whose files could not be deleted so far."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             return set(self._core.state.undeletable)
 
     def disk(self) -> DiskUsage:
         """What is on disk, by kind."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             usage = self._core.state.accounts
             return DiskUsage(usage.own, usage.archive, usage.quarantine, usage.dead, usage.reserved)
 
     def memory(self) -> MemoryUse:
         """The hot tier's memory."""
         core, state = self._core, self._core.state
-        with core.lock:
+        with core.lock, core.step:
             slots = [slot for entry in state.entries.values() for slot in entry.hot.values()]
             reach = max((slot.offset + slot.nbytes for slot in slots), default=0)
             return MemoryUse(
@@ -173,7 +179,7 @@ class StoreDebug:
     def evict_clean(self) -> int:
         """Have every evictable chunk leave RAM, as when room is needed. How many did."""
         evicted = 0
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             while making_room.evict_oldest(self._core.state):
                 evicted += 1
         return evicted
@@ -188,7 +194,7 @@ class StoreDebug:
         It deletes what could not be deleted before, looks at the next chunks for uses to save and for KV that is gone,
         looks whether namespaces counted as dead still are, and publishes its gauges.
         """
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             leaving.delete_again(self._core.state)
         self._store._chores.tick()
         self._store._neighbours.look()
@@ -205,27 +211,30 @@ class StoreDebug:
     @contextlib.contextmanager
     def pinned(self, *names: bytes) -> Iterator[None]:
         """Pin chunks as a reader does. Their slots and files stay meanwhile."""
-        core = self._core
-        with core.lock:
-            entries = [core.state.entries[name] for name in names]
-            core.state.pin(entries)
-        try:
-            yield
-        finally:
-            with core.lock:
-                core.state.unpin(entries)
+        core, call = self._core, ActiveCall()
+        call.uses_slots = False
+        with call.running:
+            with core.lock, core.step:
+                core.state.calls.add(call)
+                call.entries += [core.state.entries[name] for name in names]
+                core.state.pin(call.entries)
+            try:
+                yield
+            finally:
+                with core.lock, core.step:
+                    core.end(call)
 
     @contextlib.contextmanager
     def holding_files(self, names: Iterable[bytes]) -> Iterator[None]:
         """Operations on these files wait for the end of the block. None may be busy before it."""
         core, names = self._core, list(names)
-        with core.lock:
+        with core.lock, core.step:
             for name in names:
                 core.state.jobs.claim(name, time.monotonic())
         try:
             yield
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 for name in names:
                     core.state.jobs.finish(name)
                 core.work.notify_all()
@@ -263,7 +272,7 @@ class StoreDebug:
                 ChunkEntry(random.randbytes(16), random.randbytes(16), 256, state.keep_key(kv_key()), file=KNOWN)
                 for _ in range(min(1000, count - start))
             ]
-            with self._core.lock:
+            with self._core.lock, self._core.step:
                 for entry in entries:
                     entry.layout, entry.digests = layout, random.randbytes(32)
                     state.set_size(entry, layout.size)

@@ -50,6 +50,7 @@ DROPS = {
     "unwritable": "dropped from RAM: writing it failed in a way that is a bug in this package",
     "archive": "its KV was gone, and the file could not be moved to the archive",
     "close": "not yet on disk when close_timeout_sec was over",
+    "interrupted": "an exception from outside has cut a change of the index short, and left the chunk in doubt",
 }
 #: What went wrong inside.
 ERRORS = {
@@ -63,6 +64,7 @@ ERRORS = {
     "shared_file": "a chunk file was not good enough to be uploaded",
     "presence": "asking LMCache for the KV of chunks raised",
     "clear": "what was cleared could not be moved away on disk at once; it is tried again",
+    "interrupted": "an exception from outside has cut a change of the index short; it was put in order",
     "internal": "a bug in this package; the log has it",
 }
 COUNTERS = {

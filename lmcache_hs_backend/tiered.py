@@ -11,7 +11,6 @@ import atexit
 import json
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,12 +36,14 @@ from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
 from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace
 from lmcache_hs_backend.tiers.flows.background import Background
+from lmcache_hs_backend.tiers.flows.bell import Latch
 from lmcache_hs_backend.tiers.flows.chores import TICK_SEC, Chores
 from lmcache_hs_backend.tiers.flows.clear import Clear
 from lmcache_hs_backend.tiers.flows.closing import Closing, end_threads
 from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import Core, all_present
 from lmcache_hs_backend.tiers.flows.gauges import gauges, publish
+from lmcache_hs_backend.tiers.flows.interrupted import InterruptedCalls
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
 from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
@@ -113,7 +114,7 @@ class TieredStore:
         self._start_threads(lambda: Core(config, capacity, ask, self.metrics, map_hot, kv_keys), capacity, setting)
         core, io = self._core, self._io
         executor = IoExecutor(io)
-        self._recovered = threading.Event()
+        self._recovered = Latch()
         namespace = self._namespace = OwnedNamespace(config, ident, setting("cold_path"))
         core.disk = ChunkFiles(config, namespace, self.metrics, files)
         opening = Opening(core, namespace, self._background, executor, setting)
@@ -126,7 +127,8 @@ class TieredStore:
             raise
         self._copier, self._clear, self._neighbours = Copier(core.arena, io), Clear(core, io), Neighbours(core, files)
         self._room = MakeRoom(core, files, self._neighbours)
-        self._chores = Chores(core, self._clear)
+        interrupted = InterruptedCalls(core, io)
+        self._chores = Chores(core, self._clear, interrupted)
         headers, reads = Headers(core), Reads(core)
         io.register(ReadJob, reads.run)
         io.register(HeaderJob, headers.run)
@@ -136,7 +138,7 @@ class TieredStore:
         self._background.start(opening.recover(self._room, self._neighbours, self._recovered))
         self._background.every(TICK_SEC, self._chores.tick)
         self._background.every(_PUBLISH_SEC, lambda: publish(core))
-        self._closing = Closing(core, io, self._background, namespace)
+        self._closing = Closing(core, io, self._background, namespace, interrupted)
         touch_rest(core)
         self._share = core.share = share(core, self._store) if share is not None else None
         _open_stores.add(self)
@@ -266,13 +268,13 @@ class TieredStore:
         The source must have rows for every chunk that starts at or after ``row_offset``, and copies them on this
         thread. What it raises comes through.
         """
-        started = time.monotonic()
-        if not self._enter():
+        self._core.called_at = started = time.monotonic()
+        if self._core.closed:
             return Stored(0, 0)
         try:
             return self._store.store_from(refs, ids, source, row_offset, wait_sec)
         finally:
-            self._leave("store_seconds", started)
+            self._ended("store_seconds", started)
 
     def retrieve(
         self,
@@ -295,28 +297,17 @@ class TieredStore:
             ``layer_idx`` to contiguous CPU rows ``[num_tokens, hidden_dim]``, the caller's own. Empty when there
             is no such prefix; why it ended is counted in ``misses_*``.
         """
-        started = time.monotonic()
-        if not layer_idxs or not self._enter():
+        self._core.called_at = started = time.monotonic()
+        if not layer_idxs or self._core.closed:
             return {}
         try:
             if self._share is None:
                 return self._retrieve.retrieve(refs, layer_idxs, dtype, outputs)
             return self._share.retrieve(refs, layer_idxs, dtype, self._retrieve, outputs)
         finally:
-            self._leave("retrieve_seconds", started)
+            self._ended("retrieve_seconds", started)
 
-    def _enter(self) -> bool:
-        """A call begins that may use slots; close() waits for its ``_leave``. False when it comes too late."""
-        self._core.called_at = time.monotonic()
-        with self._core.lock:
-            self._core.callers += not self._core.closed
-            return not self._core.closed
-
-    def _leave(self, duration: str, started: float) -> None:
-        with self._core.lock:
-            self._core.callers -= 1
-            if self._core.closed:
-                self._core.space_freed.notify_all()
+    def _ended(self, duration: str, started: float) -> None:
         self._core.called_at = now = time.monotonic()
         self.metrics.observe(duration, now - started)
 
@@ -330,14 +321,14 @@ class TieredStore:
     def covered(self, names: Iterable[bytes], layer_idxs: Sequence[int]) -> int:
         """How many chunks, from the first on, have every layer where it can be read. Looks at the index only."""
         readable = self._core.disk.health.readable
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             if self._core.closed:
                 return 0
             return reading.covered(self._core.state, names, layer_idxs, readable=readable)
 
     def has(self, name: bytes, layer_idx: int) -> tuple[bool, bool]:
         """Whether the hot tier, and whether the cold tier, holds a layer of a chunk: ``(in_hot, in_cold)``."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             entry = None if self._core.closed else self._core.state.entries.get(name)
             return (False, False) if entry is None else (layer_idx in entry.hot, entry.on_file(layer_idx))
 
@@ -345,7 +336,7 @@ class TieredStore:
         """Mark the chunks of a sequence as just used, the first one as youngest. Unknown names are ignored."""
         core = self._core
         for piece in core.pieces(names, from_end=True):
-            with core.lock:
+            with core.lock, core.step:
                 if not core.closed:
                     entries = core.state.entries
                     core.state.orders.touch([entry for name in piece if (entry := entries.get(name)) is not None])
@@ -367,7 +358,7 @@ class TieredStore:
 
     def add_layer(self, name: bytes, layer_idx: int, rows: torch.Tensor, kv_key: object) -> bool:
         """Add a layer, ``[num_tokens, hidden_dim]``, to a chunk that is here. False when it is not, or has it."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             entry = self._core.state.entries.get(name)
             if entry is None or entry.metadata is None or rows.shape[0] != entry.num_tokens:
                 return False
@@ -390,7 +381,7 @@ class TieredStore:
             tiers: Which tiers may serve it: ``(hot, cold)``.
         """
         hot, cold = self.has(name, layer_idx)
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             entry = self._core.state.entries.get(name)
             if self._core.closed or entry is None or not entry.identified:
                 return None
@@ -422,7 +413,7 @@ class TieredStore:
         """
         demoted = 0
         for piece in self._core.pieces(list(names)):
-            with self._core.lock:
+            with self._core.lock, self._core.step:
                 demoted += making_room.demote(self._core.state, piece)
         return demoted
 
@@ -444,12 +435,15 @@ class TieredStore:
         if dropped and durable:
             deadline = time.monotonic() + self.config.read_timeout_sec
             core, jobs = self._core, self._core.state.jobs
-            with core.lock:
-                while names and time.monotonic() < deadline:
-                    if jobs.is_busy(names[-1]):
-                        core.space_freed.wait(0.05)
-                    else:
+            while names:
+                with core.lock, core.step:
+                    while names and not jobs.is_busy(names[-1]):
                         names.pop()
+                    rest = deadline - time.monotonic()
+                    if not names or rest <= 0:
+                        break
+                    ticket = core.space_freed.ticket()
+                core.space_freed.wait(ticket, min(0.05, rest))
         return dropped
 
     def clear(self) -> int:
@@ -464,7 +458,7 @@ class TieredStore:
     def _drop(self, names: Iterable[bytes], how: Callable[[ChunkEntry], None]) -> int:
         core, dropped = self._core, 0
         for piece in core.pieces(list(names)):
-            with core.lock:
+            with core.lock, core.step:
                 if core.closed:
                     break
                 for name in piece:
@@ -497,7 +491,7 @@ class TieredStore:
 
         With ``HS_STRICT=1`` in the environment this is checked all the time.
         """
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             return check(self._core.state)
 
     # -- life ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Each invariant of the tiers, broken on purpose and named; and that a store whose lock is strict says so."""
+"""Each invariant of the tiers, broken on purpose and named; and that a store in strict mode says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmcache_hs_backend.chunk import ChunkMeta, ChunkRef, LayerSpec, Presence, c
 from lmcache_hs_backend.format.header import Description, FileLayout
 from lmcache_hs_backend.format.layout import FoundFile
 from lmcache_hs_backend.tiers.flows import strict
-from lmcache_hs_backend.tiers.state import making_room, recovering, storing, writing
+from lmcache_hs_backend.tiers.state import making_room, recovering, sharing, storing, writing
 from lmcache_hs_backend.tiers.state.checking import check
 from lmcache_hs_backend.tiers.state.entries import CONFIRMED, LEAVING, UNREAD, ChunkEntry, Generation, Slot
 from lmcache_hs_backend.tiers.state.jobs import DeleteJob, WriteJob
@@ -162,7 +162,26 @@ def test_what_is_in_flight_breaks_nothing(state: TierState) -> None:
     assert check(state) == []
 
 
-def test_a_strict_lock_checks_whenever_it_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("uploaded", [True, False])
+def test_an_upload_that_ends_after_a_clear_changes_no_order(uploaded: bool) -> None:
+    state = TierState(8 * SLOT, archive_gone=False, max_cold_bytes=1 << 20, share="all")
+    plan = storing.plan_store(state, [CLEAN], [SPEC], [Presence.PRESENT], 1)
+    placed = making_room.allocate(state, [(16, [SPEC])])
+    storing.commit_store(state, plan, plan.missing, placed, describe, 1.0, streaming=False, more=False)
+    job = writing.next_write(state, writing.WritePolicy(8 * SLOT, 0.0), 10.0)
+    assert isinstance(job, WriteJob)
+    writing.commit_write(state, job, FileLayout(16, 4096, (SPEC,)), b"digests", 1, 0, 11.0)
+    upload = sharing.prepare_upload(state, 20.0)
+    assert isinstance(upload, sharing.Upload)
+    state.clear()
+    (sharing.commit_upload if uploaded else sharing.abort_upload)(state, upload)
+    assert check(state) == []
+    assert len(state.orders.cold) == 0
+
+
+def test_in_strict_mode_every_transition_is_checked_when_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from lmcache_hs_backend.tiered import TieredStore
     from tests.support.prompts import CHUNK, IDENT, LAYER_BYTES
 
@@ -172,12 +191,12 @@ def test_a_strict_lock_checks_whenever_it_is_given_up(tmp_path: Path, caplog: py
         assert store.store(p.refs, p.bytes, {0: rows(2 * CHUNK)}) == 2
         assert store.check() == []
         assert not strict.violations
-        with store._core.lock:
+        with store._core.lock, store._core.step:
             store._core.state.wanted_bytes -= 1
         assert store.check() == ["wanted_bytes is -1"]
         assert strict.violations
         assert "wanted_bytes is -1" in caplog.text
-        with store._core.lock:
+        with store._core.lock, store._core.step:
             store._core.state.wanted_bytes += 1
         assert store.check() == []
     finally:
@@ -186,5 +205,6 @@ def test_a_strict_lock_checks_whenever_it_is_given_up(tmp_path: Path, caplog: py
 
 
 @pytest.mark.timing
-def test_without_strict_mode_the_lock_is_a_plain_one(tmp_path: Path) -> None:
-    assert type(strict.store_lock(TierState(SLOT, archive_gone=False, max_cold_bytes=0))) is not strict.StrictLock
+def test_without_strict_mode_nothing_is_checked(tmp_path: Path) -> None:
+    state = TierState(SLOT, archive_gone=False, max_cold_bytes=0)
+    assert type(strict.transition(state, lambda: None)) is not strict.StrictTransition

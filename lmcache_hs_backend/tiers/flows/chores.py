@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from lmcache_hs_backend.tiers.flows.clear import Clear
 from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.interrupted import InterruptedCalls
 from lmcache_hs_backend.tiers.state import leaving, writing
 from lmcache_hs_backend.tiers.state.entries import CONFIRMED, ChunkEntry
 
@@ -25,8 +26,9 @@ _VISITED_PER_TICK = 64
 class Chores:
     """The periodic work of one store."""
 
-    def __init__(self, core: Core, clear: Clear) -> None:
+    def __init__(self, core: Core, clear: Clear, interrupted: InterruptedCalls) -> None:
         self._core = core
+        self._interrupted = interrupted
         self._clear = clear
         self._delete_again_at = 0.0
         self._health_changes = 0
@@ -37,13 +39,14 @@ class Chores:
         now = time.monotonic()
         health.check(state.jobs.stuck(now - core.config.read_timeout_sec))
         self._clear.retry()
-        with core.lock:
+        self._interrupted.end()
+        with core.lock, core.step:
             if health.changes != self._health_changes:
                 self._health_changes = health.changes
                 if health.writable:
                     writing.disk_has_room_again(state)
-                core.space_freed.notify_all()
-                core.all_written.notify_all()
+                core.space_freed.ring()
+                core.all_written.ring()
                 core.work.notify_all()
             core.wake()
             if not health.writable:
@@ -64,6 +67,6 @@ class Chores:
         asked_ns = time.monotonic_ns()
         answers = core.presence_of(suspects)
         writable = core.disk.health.writable
-        with core.lock:
+        with core.lock, core.step:
             for entry, answer in zip(suspects, answers, strict=True):
                 core.state.kv_answered(entry, answer, asked_ns, writable=writable)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from lmcache_hs_backend.tiers.flows.bell import Latch
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
 from lmcache_hs_backend.tiers.state.tier_state import ChunkTable
@@ -38,24 +38,31 @@ class Clear:
         says so, and it is done as soon as the disk does.
         """
         core = self._core
-        with core.lock:
+        with core.lock, core.step:
             if core.closed:
                 return 0
             dropped, tables = core.state.clear()
-            core.space_freed.notify_all()
-        done = self._io.call(self.purge)
-        try:
-            done.result(core.config.read_timeout_sec)
-        except (FutureTimeoutError, OSError) as error:
+            core.space_freed.ring()
+        done, errors = Latch(), list[OSError]()
+        self._io.call(functools.partial(self._purge_now, done, errors))
+        if not done.wait(core.config.read_timeout_sec) or errors:
             core.metrics.add("errors_clear")
             logger.error(
                 "%s was cleared in memory, but its files cannot be moved away yet (%s). That is tried again until it "
                 "works, and nothing is written before. If the process ends before, delete the directory by hand, or "
                 "what was cleared is found again.",
-                core.disk.directory, error or "the disk does not answer",
+                core.disk.directory, errors[0] if errors else "the disk does not answer",
             )  # fmt: skip
         self._io.call(functools.partial(self._let_go, tables))
         return dropped
+
+    def _purge_now(self, done: Latch, errors: list[OSError]) -> None:
+        try:
+            self.purge()
+        except OSError as error:
+            errors.append(error)
+        finally:
+            done.set()
 
     def purge(self) -> None:
         """Move what was cleared to the trash, if that is still to be done. On an I/O thread. Raises OSError."""
@@ -65,7 +72,7 @@ class Clear:
                 return
             epoch = core.state.epoch
             core.disk.purge()
-            with core.lock:
+            with core.lock, core.step:
                 if core.state.epoch == epoch:
                     core.state.purged()
                 core.wake()

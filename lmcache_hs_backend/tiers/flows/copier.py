@@ -8,6 +8,7 @@ and the other members go on spinning on cores that the I/O threads then take fro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ _FEW_PAIRS = 4
 _TEAM_BYTES = 32 << 20
 #: So little that the caller has copied it alone before a team would have come together.
 _ALONE_BYTES = 2 << 20
+_LOOK_AGAIN_SEC = 0.001
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class Copier:
         self._arena = arena
         self._io = io
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._shared: set[SharedCopies] = set()  # under way, or left by a caller who was interrupted
         io.register(CopyJob, lambda job: job.copies.help())
 
     def copy_in(self, rows: torch.Tensor, moves: Sequence[Move]) -> None:
@@ -121,10 +124,24 @@ class Copier:
         pieces = pieces_of(pairs)
         helpers = min(len(pieces), threads, self._io.count + 1) - 1
         copies = SharedCopies(pieces)
-        if helpers > 0:
-            self._io.submit_if_idle([CopyJob(copies) for _ in range(helpers)], only_idle=not reading)
-        with alone():
-            copies.finish()
+        try:
+            with copies.running:
+                self._shared.add(copies)
+                if helpers > 0:
+                    self._io.submit_if_idle([CopyJob(copies) for _ in range(helpers)], only_idle=not reading)
+                with alone():
+                    copies.finish()
+        finally:
+            self._shared.difference_update([other for other in list(self._shared) if other.at_rest()])
+
+    def settle(self) -> None:
+        """Wait until no thread works any more on a copy whose caller has been interrupted."""
+        for copies in list(self._shared):
+            while not copies.running.locked():
+                if copies.at_rest():
+                    self._shared.discard(copies)
+                    break
+                time.sleep(_LOOK_AGAIN_SEC)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:  # two first stores may both make one; all use the same in the end

@@ -22,11 +22,13 @@ from lmcache_hs_backend.config import TieredConfig
 from lmcache_hs_backend.format.header import BadChunk
 from lmcache_hs_backend.metrics import Metrics
 from lmcache_hs_backend.tiers.disk.chunk_files import ChunkFiles
-from lmcache_hs_backend.tiers.flows.strict import store_lock
+from lmcache_hs_backend.tiers.flows.bell import Bell
+from lmcache_hs_backend.tiers.flows.strict import transition
 from lmcache_hs_backend.tiers.memory.arena import Arena, MapMemory, map_memory
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
-from lmcache_hs_backend.tiers.state import recovering
-from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry
+from lmcache_hs_backend.tiers.state import calls, recovering
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
+from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 from lmcache_hs_backend.tiers.state.writing import WritePolicy, is_pressed
 
@@ -85,7 +87,6 @@ class Core:
         self.ask = ask
         self._whole_key = kv_keys.whole
         self.closed = False
-        self.callers = 0  # calls that are using slots; the lock guards it
         self.called_at = 0.0  # when a store or retrieve last began or ended (monotonic)
         self.watched = False  # an I/O thread looks by itself, in a moment, whether memory is short; the lock guards it
         self.recovered = False  # what is on disk is counted: writes may start
@@ -101,10 +102,12 @@ class Core:
         self.arena = Arena(self.state.free_list.capacity, map_hot)
         self.pool = BufferPool(max(MIN_IDLE_BUFFERS, capacity // 8))
         self.policy = WritePolicy(config.clean_fraction * self.arena.capacity, config.write_back_sec)
-        self.lock = store_lock(self.state)
-        self.space_freed = threading.Condition(self.lock)  # a chunk became clean, or the disk's health has changed
-        self.all_written = threading.Condition(self.lock)  # nothing is left to write, or the disk's health has changed
-        self.work = threading.Condition(self.lock)  # an I/O thread has something to do
+        self.lock = threading.Lock()  # always ``with core.lock, core.step``: see transition
+        self.step = transition(self.state, self._mended)
+        self.space_freed = Bell()  # a chunk became clean, a call has ended, or the disk's health has changed
+        self.all_written = Bell()  # nothing is left to write, or the disk's health has changed
+        # An I/O thread has something to do. No other thread waits here: a wait that an exception ends does harm.
+        self.work = threading.Condition(self.lock)
 
     @property
     def may_write(self) -> bool:
@@ -125,6 +128,33 @@ class Core:
         if not self.watched and is_pressed(self.state, self.policy):
             self.wake()
 
+    def wait_for_work(self, seconds: float) -> None:
+        """Lock held, in a transition. An I/O thread gives both up until there is something to do, or for so long."""
+        self.step.__exit__()
+        self.work.wait(seconds)
+        self.step.__enter__()
+
+    def _mended(self) -> None:
+        """Lock held. A transition was cut short, and whom it was to wake it may not have woken."""
+        self.state.tally.add("errors_interrupted")
+        self.work.notify_all()
+        self.space_freed.ring()
+        self.all_written.ring()
+
+    @property
+    def callers(self) -> int:
+        """Calls that are using slots. A call that has lost its slots for good is none any more."""
+        return sum(call.uses_slots and not call.lost for call in list(self.state.calls))
+
+    def end(self, call: ActiveCall) -> None:
+        """Lock held. Give back what a call still holds."""
+        freed_names = bool(call.handed_over)
+        calls.end(self.state, call)
+        if freed_names:
+            self.wake()
+        if self.closed:
+            self.space_freed.ring()
+
     def count(self) -> None:
         """Lock held. Bring what the state has counted to the metrics."""
         if self.state.tally.counts or self.state.tally.losses:
@@ -136,15 +166,25 @@ class Core:
     def flush(self, timeout: float) -> int:
         """Have every dirty chunk written, waiting ``timeout`` seconds at most. Returns how many still are to be."""
         state, deadline = self.state, time.monotonic() + timeout
-        with self.lock:
-            state.flushing += 1
-            self.wake()
+        call = ActiveCall()
+        call.uses_slots = False
+        with call.running:
             try:
-                while state.orders.aging and self.disk.health.writable and time.monotonic() < deadline:
-                    self.all_written.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+                with self.lock, self.step:
+                    state.calls.add(call)
+                    call.flushing = True
+                    state.flushing += 1
+                    self.wake()
+                while True:
+                    with self.lock, self.step:
+                        left, rest = len(state.orders.aging), deadline - time.monotonic()
+                        if not left or not self.disk.health.writable or rest <= 0:
+                            return left
+                        ticket = self.all_written.ticket()
+                    self.all_written.wait(ticket, min(0.1, rest))
             finally:
-                state.flushing -= 1
-            return len(state.orders.aging)
+                with self.lock, self.step:
+                    self.end(call)
 
     # -- without the lock ------------------------------------------------------------------------------
 
@@ -157,9 +197,14 @@ class Core:
     def _parts(self, items: Sequence[T], from_end: bool) -> Iterator[Sequence[T]]:
         begins = range(0, len(items), PIECE)
         for number, begin in enumerate(reversed(begins) if from_end else begins):
-            if number and self.callers > 1:
-                time.sleep(_BREAK_SEC)
+            if number:
+                self.make_a_break()
             yield items[begin : begin + PIECE]
+
+    def make_a_break(self) -> None:
+        """Let other calls have the lock, if there are any."""
+        if self.callers > 1:
+            time.sleep(_BREAK_SEC)
 
     def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
         """``ask_presence`` with this store's own question."""
@@ -172,17 +217,26 @@ class Core:
     def file_unusable(self, entry: ChunkEntry, bad: BadChunk) -> None:
         """Quarantine the file of a chunk whose name is busy with the calling job, and forget its layers."""
         quarantined, still_there = self.disk.quarantine(entry.name, bad)
-        with self.lock:
+        with self.lock, self.step:
             recovering.file_lost(self.state, entry, quarantined, still_there=still_there)
 
     def read_header(self, entry: ChunkEntry) -> None:
         """Read the header of a file found at start; a bad one is quarantined. Its name is busy with the caller."""
         try:
             header = self.disk.read_header(entry.name)
-            with self.lock:
-                if entry.file is UNREAD:
-                    recovering.header_read(self.state, entry, header)
         except BadChunk as bad:
             self.file_unusable(entry, bad)
+            return
         except OSError as error:
             logger.debug("the header of %s stays unread: %s", entry.name.hex(), error)
+            return
+        another: BadChunk | None = None
+        with self.lock, self.step:
+            try:
+                recovering.header_read(self.state, entry, header)
+            except (
+                BadChunk
+            ) as bad:  # nothing has changed; an exception that leaves a transition means that it was cut short
+                another = bad
+        if another is not None:
+            self.file_unusable(entry, another)

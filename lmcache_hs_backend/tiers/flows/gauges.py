@@ -21,7 +21,7 @@ def gauges(core: Core) -> dict[str, float]:
     state = core.state
     writable = core.disk.health.writable
     stuck_since = time.monotonic() - core.config.read_timeout_sec
-    with core.lock:
+    with core.lock, core.step:
         core.count()
         return {
             "hot_bytes": state.free_list.used_bytes,

@@ -76,7 +76,7 @@ class IoThreads:
         ``only_idle``: when there are fewer of them, the rest is not done, so nothing piles up behind a disk that hangs.
         """
         core = self._core
-        with core.lock:
+        with core.lock, core.step:
             idle = max(0, self._idle - core.state.jobs.ready)
             for job in jobs[:idle] if only_idle else jobs:
                 core.state.jobs.submit(job)
@@ -85,14 +85,14 @@ class IoThreads:
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run a function on an I/O thread."""
         job = CallJob(function)
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             self._core.state.jobs.submit(job)
             self._core.work.notify()
         return job.future
 
     def stop(self, deadline: float = 0.0) -> None:
         """Finish what is queued, but begin nothing after ``deadline`` (monotonic) and no further write; then end."""
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             self._stop_by = deadline
             self._core.work.notify_all()
 
@@ -118,7 +118,7 @@ class IoThreads:
     def _next(self, *, had_job: bool) -> FileJob | None:
         """The thread's next job; None when the thread shall end."""
         core = self._core
-        with core.lock:
+        with core.lock, core.step:
             if had_job:
                 self._active -= 1
                 self._last_end = time.monotonic()
@@ -151,10 +151,10 @@ class IoThreads:
             self._idle += 1
             if not core.watched and now < self._pressed_at + _WATCHED_SEC:
                 core.watched = True
-                core.work.wait(min(write, _WATCH_SEC))
+                core.wait_for_work(min(write, _WATCH_SEC))
                 core.watched = False
             else:
-                core.work.wait(write)
+                core.wait_for_work(write)
             self._idle -= 1
 
 

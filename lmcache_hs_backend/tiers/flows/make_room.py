@@ -60,7 +60,7 @@ class MakeRoom:
                 core.disk.health.pause("less than min_free_disk is free")
                 raise NoRoom(forever=False)
             while True:
-                with core.lock:
+                with core.lock, core.step:
                     over = making_room.reserve(core.state, nbytes)
                 if not over:
                     return
@@ -97,7 +97,7 @@ class MakeRoom:
     def trim(self) -> bool:
         """Delete one file if there are more bytes than the limit allows. False when there are not."""
         core = self._core
-        with core.lock:
+        with core.lock, core.step:
             over = core.state.accounts.total > core.state.max_cold_bytes
         return over and self.evict(1)
 
@@ -108,7 +108,7 @@ class MakeRoom:
             return 0
         try:
             nbytes, more = core.disk.empty_trash(count)
-            with core.lock:
+            with core.lock, core.step:
                 core.state.accounts.trash_deleted(nbytes, more=more)
             return nbytes
         except OSError as error:
@@ -140,7 +140,7 @@ class MakeRoom:
             if core.state.accounts.trash and (freed := self.empty_trash()):
                 nbytes -= freed
                 continue
-            with core.lock:
+            with core.lock, core.step:
                 victim = making_room.prepare_eviction(core.state, time.monotonic())
             if victim is None:
                 return False
@@ -157,7 +157,7 @@ class MakeRoom:
         try:
             freed = self._delete(victim)
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 end = making_room.commit_eviction if freed is not None else making_room.abort_eviction
                 end(core.state, victim)
                 if core.state.jobs.ready:

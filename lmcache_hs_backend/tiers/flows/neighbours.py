@@ -84,11 +84,11 @@ class Neighbours:
                         self._adopt(directory)
                     if directory not in core.state.accounts.dead_bytes:
                         nbytes = sum(file.size for file in _files_of(directory))
-                        with core.lock:
+                        with core.lock, core.step:
                             core.state.accounts.add_dead(directory, nbytes)
                 finally:
                     lock.close()
-        with core.lock:
+        with core.lock, core.step:
             for directory in gone:
                 core.state.accounts.forget_dead(directory)
 
@@ -101,13 +101,13 @@ class Neighbours:
         with self._busy:
             lock = self._lock(directory)
             if lock is None:
-                with core.lock:
+                with core.lock, core.step:
                     core.state.accounts.forget_dead(directory)
                 return 0
             try:
                 file = self._next_file(directory)
                 if file is None:
-                    with core.lock:
+                    with core.lock, core.step:
                         core.state.accounts.empty_dead(directory)
                     return 0
                 refuse_links(file.path, directory)
@@ -118,7 +118,7 @@ class Neighbours:
                 # They stay, and are not looked at again; after a restart they are found and counted once more.
                 logger.warning("%s is no longer counted: a file of it cannot be deleted: %s", directory, error)
                 core.metrics.add("errors_unlink")
-                with core.lock:
+                with core.lock, core.step:
                     core.state.accounts.empty_dead(directory)
                 return None
             finally:
@@ -155,14 +155,14 @@ class Neighbours:
         for file in scan_chunks(os.path.join(directory, ARCHIVE)):
             target = core.disk.path(file.name, archived=True) if file.name else ""
             if target and not os.path.lexists(target) and self._move(file.path, target):
-                with core.lock:
+                with core.lock, core.step:
                     sharing.archived(core.state, file.name, file.size)
         prefix = os.path.basename(directory)
         for name in (SEQUENCES, QUARANTINE):
             for file in scan_flat(os.path.join(directory, name)):
                 target = os.path.join(core.disk.directory, name, f"{prefix}-{os.path.basename(file.path)}")
                 if not os.path.lexists(target) and self._move(file.path, target) and name == QUARANTINE:
-                    with core.lock:
+                    with core.lock, core.step:
                         core.state.accounts.add_quarantined(file._replace(path=target))
         if adopted:
             logger.info(
@@ -172,7 +172,7 @@ class Neighbours:
     def _adopt_chunk(self, file: FoundFile) -> bool:
         """Rename one chunk's file into our directory, unless we have the chunk; then it stays, and leaves first."""
         core, state = self._core, self._core.state
-        with core.lock:
+        with core.lock, core.step:
             entry = state.entries.get(file.name)
             if state.jobs.is_busy(file.name) or (entry is not None and entry.has_file):
                 return False
@@ -181,7 +181,7 @@ class Neighbours:
         try:
             moved = self._move(file.path, chunk_path(core.disk.directory, file.name))
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 if moved:
                     recovering.found(state, [file.name])
                     recovering.sized(state, [file])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from lmcache_hs_backend.config import ConfigError, TieredConfig
 from lmcache_hs_backend.tiers.disk.health import PROBE_SEC
 from lmcache_hs_backend.tiers.disk.owned_namespace import OwnedNamespace, UnusableColdPath
 from lmcache_hs_backend.tiers.flows.background import Background
+from lmcache_hs_backend.tiers.flows.bell import Latch
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
@@ -114,7 +114,7 @@ class Opening:
             logger.warning("%s", cut_down)
         return nbytes
 
-    async def recover(self, room: MakeRoom, neighbours: Neighbours, recovered: threading.Event) -> None:
+    async def recover(self, room: MakeRoom, neighbours: Neighbours, recovered: Latch) -> None:
         """Find what is there already, then look again for as long as the store is open. Runs in the background.
 
         First of all the namespace is opened, if that has failed before.
@@ -128,7 +128,7 @@ class Opening:
         try:
             await recover.scan()
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 core.recovered = True
                 core.wake()
         await recover.read_headers()

@@ -3,11 +3,12 @@
 ``ReadJob`` is one chunk's part of the work, ``Reads`` does it, in two halves. The I/O threads only move bytes, so the
 disk never waits for a checksum; the caller, who has nothing else to do, checks and converts what has arrived. Without
 a caller, or when the caller has fallen behind, the I/O thread does the second half too. ``PendingReads`` is where a
-call and its reads meet: a read that is in its queue, or that was taken from it, is the caller's to finish.
+call and its reads meet. A read that was handed over is the caller's to finish, and written down in its call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -23,6 +24,7 @@ from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.memory.copies import CopyRows, copy_alone
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.state import reading
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import UNREAD, ChunkEntry, Slot
 from lmcache_hs_backend.tiers.state.jobs import FileJob
 from lmcache_hs_backend.tiers.state.reading import ReadPlan
@@ -58,6 +60,16 @@ class ReadJob(FileJob):
         self.name = self.entry.name
         self.is_read, self.turn = self.pending is not None, self.pending
 
+    @property
+    def pinned_entry(self) -> ChunkEntry | None:
+        """See FileJob."""
+        return self.entry
+
+    @property
+    def loan(self) -> dict[int, Slot] | None:
+        """See FileJob."""
+        return self.plan.slots
+
 
 class PendingReads:
     """A call that waits for the reads of some of its chunks.
@@ -65,48 +77,41 @@ class PendingReads:
     ``result``: layer_idx → memory for the rows of all ``refs``, as soon as there is some.
     """
 
-    def __init__(self, refs: Sequence[ChunkRef], reads: Reads) -> None:
+    def __init__(self, refs: Sequence[ChunkRef], call: ActiveCall) -> None:
         self.refs = refs
+        self.call = call
+        #: The call's: slots by position, until its read takes them, and reads by name, until they are finished.
+        self.reserved: dict[int, dict[int, Slot]] = {}
+        self.handed_over: dict[bytes, FileJob] = {}
+        call.reserved, call.handed_over = self.reserved, self.handed_over
         self.result: Mapping[int, torch.Tensor] = {}
-        self.reserved: dict[int, dict[int, Slot]] = {}  # slots by position, until its read takes them
         self.namespace_checked = False  # one of its reads has checked the namespace's lock: others skip that
-        self.cancelled = False  # what has not started need not
-        self._reads = reads
         self._arrived: SimpleQueue[ReadJob] = SimpleQueue()
-        self._current: ReadJob | None = None  # taken from the queue, and not finished
 
     def has(self, count: int) -> bool:
         """Whether so many have arrived and wait for the caller to go on with them."""
         return bool(self.result) and self._arrived.qsize() >= count
 
     def put(self, read: ReadJob) -> None:
-        """A read has arrived, and is the caller's from now on."""
+        """A read has arrived: one that was handed over, or one that has ended."""
         self._arrived.put(read)
-        if self.cancelled:  # it may have come too late for the caller to see
-            self._finish_arrived()
+        if self.call.over:  # it has come too late for the caller to see
+            self._forget_arrived()
 
     def get(self, deadline: float) -> ReadJob:
         """The next read, for the caller to finish. Raises queue.Empty at the deadline (monotonic)."""
-        self._current = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
-        return self._current
+        return self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
 
     def cancel(self) -> None:
-        """The caller wants nothing any more. Called on every path, without the lock."""
-        self.cancelled = True
-        current, self._current = self._current, None  # not in a circle with us, or the result would stay until a gc
-        if current is not None:
-            self._reads.finish(current)  # it was interrupted, perhaps
-        self._finish_arrived()
-        self._reads.return_reserved(self)
+        """The caller wants nothing any more; what was handed over to it ends with its call."""
+        self.call.over = True
+        self._forget_arrived()
 
-    def _finish_arrived(self) -> None:
-        """Finish what has arrived, on whichever thread comes first."""
-        while True:
-            try:
-                read = self._arrived.get_nowait()
-            except queue.Empty:
-                return
-            self._reads.finish(read)
+    def _forget_arrived(self) -> None:
+        """They are in a circle with us, and the result would stay until a garbage collection."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._arrived.get_nowait()
 
 
 class Reads:
@@ -139,10 +144,7 @@ class Reads:
             try:
                 read.miss = self._reserve(read) or self._fetch(read)
             finally:
-                if self._is_for_caller(read):
-                    with self._core.lock:
-                        self._core.state.jobs.hand_over(read.name)
-                else:
+                if not (self._is_for_caller(read) and self._hand_over(read)):
                     over = self.finish(read)
         finally:
             if pending is not None and over:
@@ -160,12 +162,22 @@ class Reads:
         queued = self._core.state.jobs.queued_reads
         return not pending.has(_BACKLOG * self._core.config.io_threads if queued else 1)
 
+    def _hand_over(self, read: ReadJob) -> bool:
+        """Leave the rest to the caller, if it still wants the read."""
+        core, pending = self._core, read.pending
+        with core.lock, core.step:
+            if pending is None or pending.call.over:
+                return False
+            pending.handed_over[read.name] = read
+            core.state.jobs.hand_over(read.name)
+            return True
+
     def _reserve(self, read: ReadJob) -> str | None:
         """Find out what has to be read, and memory for it. Returns why that is in vain, or None."""
         core, entry, pending = self._core, read.entry, read.pending
-        with core.lock:
+        with core.lock, core.step:
             reserved = {} if pending is None else pending.reserved.pop(read.position, {})
-            if pending is not None and pending.cancelled:
+            if pending is not None and pending.call.over:
                 core.state.return_slots(reserved.values())
                 return "timeout"
             promote = core.config.promote or pending is None
@@ -228,7 +240,7 @@ class Reads:
                     entry.name, entry.prefix, plan.layout, read.into, read.preamble, entry.digests
                 )
                 good = digests, Description.of_file(read.preamble, plan.layout)
-            if miss is None and read.pending is not None and not read.pending.cancelled:
+            if miss is None and read.pending is not None and not read.pending.call.over:
                 self._copy(read, read.pending, copy)
             read.miss = miss
         except BadChunk as bad:
@@ -251,10 +263,10 @@ class Reads:
     def _end(self, read: ReadJob, good: tuple[bytes, Description] | None, again: bool) -> None:
         """What was read becomes the chunk's, its pin ends, and its name is free for the next job."""
         core, entry, slots = self._core, read.entry, read.plan.slots
-        read.ended = True
-        read.scratch, read.into = {}, {}
-        with core.lock:
+        with core.lock, core.step:
             state = core.state
+            if state.jobs.current(read.name) is not read:
+                return  # its caller was interrupted: it was ended for it
             if good is None:
                 reading.abort_read(state, slots)
             else:
@@ -262,16 +274,13 @@ class Reads:
             if again:
                 self.submit(entry, read.layer_idxs, read.position, read.pending, is_retry=True)
             state.unpin([entry])
-            state.jobs.finish(read.name)
+            state.jobs.finish(read.name)  # the last step but those that say so
+            read.ended = True
+            if read.pending is not None:
+                read.pending.handed_over.pop(read.name, None)
             if state.jobs.ready:
                 core.work.notify()
-
-    def return_reserved(self, pending: PendingReads) -> None:
-        """Free the slots of a call that no read has taken."""
-        with self._core.lock:
-            for slots in pending.reserved.values():
-                self._core.state.return_slots(slots.values())
-            pending.reserved = {}
+        read.scratch, read.into = {}, {}
 
 
 # -- headers ---------------------------------------------------------------------------------------------------
@@ -301,7 +310,7 @@ class Headers:
         if not core.state.orders.unread_files:
             return
         done: SimpleQueue[None] = SimpleQueue()
-        with core.lock:
+        with core.lock, core.step:
             if not core.disk.health.readable:
                 return
             entries = [core.state.entries.get(ref.name) for ref in refs]
@@ -322,7 +331,7 @@ class Headers:
             if job.entry.file is UNREAD:
                 self._core.read_header(job.entry)
         finally:
-            with self._core.lock:
+            with self._core.lock, self._core.step:
                 self._core.state.jobs.finish(job.name)
                 if self._core.state.jobs.ready:
                     self._core.work.notify()

@@ -69,16 +69,16 @@ class Recover:
         folders = await loop.run_in_executor(self._executor, self._scan_top)
         for folder in folders:
             names = await loop.run_in_executor(self._executor, chunk_names, folder)
-            with core.lock:
+            with core.lock, core.step:
                 recovering.found(core.state, names)
             if len(core.state.entries) > _MANY_CHUNKS:
                 gc.freeze()  # or full collections walk all of them again and again, 0.3 s each for 300,000
         files = await loop.run_in_executor(self._executor, self._scan_own, folders)
         files.sort(key=lambda file: file.mtime_ns)
         for batch in _batches(files, _LOCK_BATCH):
-            with core.lock:
+            with core.lock, core.step:
                 recovering.sized(core.state, batch)
-        with core.lock:
+        with core.lock, core.step:
             recovering.all_sized(core.state)
         await loop.run_in_executor(self._executor, self._scan_archive)
         await loop.run_in_executor(self._executor, self._neighbours.look)
@@ -95,7 +95,7 @@ class Recover:
         """Read what the scan has left unread, most recently used first. What a failing disk hides stays unread."""
         loop = asyncio.get_running_loop()
         core = self._core
-        with core.lock:
+        with core.lock, core.step:
             unread = [entry for entry in core.state.orders.cold if entry.file is UNREAD]
         for batch in _batches(reversed(unread), _HEADERS_PER_HOP):
             if not core.disk.health.readable:
@@ -139,7 +139,7 @@ class Recover:
         accounts = self._core.state.accounts
         quarantined = sorted(scan_flat(os.path.join(self._directory, QUARANTINE)), key=lambda f: f.mtime_ns)
         archived = sorted(scan_chunks(os.path.join(self._directory, ARCHIVE)), key=lambda f: f.mtime_ns)
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             known = {file.path for file in accounts.quarantined}  # quarantined since we started
             for file in quarantined:
                 if file.path not in known:
@@ -156,14 +156,14 @@ class Recover:
         for entry in batch:
             if not core.disk.health.readable:
                 return
-            with core.lock:
+            with core.lock, core.step:
                 if entry.dropped or entry.file is not UNREAD or state.jobs.is_busy(entry.name):
                     continue  # it is being dealt with already
                 state.jobs.claim(entry.name, time.monotonic())
             try:
                 core.read_header(entry)
             finally:
-                with core.lock:
+                with core.lock, core.step:
                     state.jobs.finish(entry.name)
                     if state.jobs.ready:
                         core.wake()

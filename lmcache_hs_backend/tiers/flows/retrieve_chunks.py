@@ -18,12 +18,13 @@ import torch
 
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec
 from lmcache_hs_backend.tiers.flows.copier import Copier
-from lmcache_hs_backend.tiers.flows.core import Core
+from lmcache_hs_backend.tiers.flows.core import PIECE, Core
 from lmcache_hs_backend.tiers.flows.read import Headers, PendingReads, Reads
 from lmcache_hs_backend.tiers.memory.copies import alone, copy_serially
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import making_room, reading
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 from lmcache_hs_backend.tiers.state.reading import PromptWalk
 
@@ -68,17 +69,37 @@ class Retrieve:
         ``dtype`` None gives the dtype in which the rows are kept. Empty when not even the first chunk is there. Every
         reason to end early is counted.
         """
+        call = ActiveCall()
+        with call.running:
+            try:
+                return self._retrieve(call, refs, layer_idxs, dtype, outputs)
+            finally:
+                self._end(call)
+
+    def _retrieve(
+        self,
+        call: ActiveCall,
+        refs: Sequence[ChunkRef],
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None,
+        outputs: Outputs | None,
+    ) -> dict[int, torch.Tensor]:
         core, state = self._core, self._core.state
+        if core.closed:
+            return {}
         deadline = time.monotonic() + core.config.read_timeout_sec
         self._headers.ensure_read(refs, deadline - time.monotonic())
         pending: PendingReads | None = None
         readable = core.disk.health.readable
-        walk, native = PromptWalk(), dtype is None
+        walk, native = PromptWalk(call.entries), dtype is None
         known, served = 0, 0
         cold: list[int] = []
         try:
             for piece in core.pieces(refs):
-                with core.lock:
+                with core.lock, core.step:
+                    if core.closed:
+                        return {}
+                    state.calls.add(call)
                     reading.prepare_retrieve(state, walk, piece, layer_idxs, native=native, readable=readable)
                 if walk.miss is not None:
                     break
@@ -87,14 +108,14 @@ class Retrieve:
             now_ns = time.monotonic_ns()
             deadline += (now_ns - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
             writable = core.disk.health.writable
-            with core.lock:
+            with core.lock, core.step:
                 known, miss = reading.judge_presence(state, refs, walk, answers, asked_ns, now_ns, writable=writable)
                 if known < len(walk.entries) and state.jobs.ready:
                     core.wake()
             if walk.cold:
                 cold = [position for position in walk.cold if position < known]
             if cold:  # first of all: the disk takes longest
-                pending = PendingReads(refs, self._reads)
+                pending = PendingReads(refs, call)
                 self._submit_reads(walk, cold, pending)
             rows: dict[int, torch.Tensor] = {}
             if known and outputs is not None and not cold:
@@ -110,15 +131,10 @@ class Retrieve:
                         served, miss = self._await_reads(known, cold, pending, deadline, miss)
                 else:
                     miss = "memory"
+            call.served = served
         finally:
             if pending is not None:
                 pending.cancel()
-            for entries in core.pieces(walk.entries[served:], from_end=True):
-                with core.lock:
-                    reading.end_retrieve(state, entries, served=False)
-            for entries in core.pieces(walk.entries[:served], from_end=True):
-                with core.lock:
-                    reading.end_retrieve(state, entries, served=True)
         from_disk = sum([position < served for position in cold]) if cold else 0
         counts = {"hits_hot": served - from_disk, "hits_cold": from_disk} if cold else {"hits_hot": served}
         if miss is not None:
@@ -133,12 +149,26 @@ class Retrieve:
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
+    def _end(self, call: ActiveCall) -> None:
+        """Unpin the chunks of a call, the last ones first; those that were served become the youngest."""
+        core = self._core
+        while True:
+            unserved = len(call.entries) - call.served
+            count = unserved if unserved > 0 else len(call.entries)
+            with core.lock, core.step:
+                if count:
+                    reading.end_part(core.state, call, count if count < PIECE else PIECE, served=unserved <= 0)
+                if not call.entries:
+                    core.end(call)
+                    return
+            core.make_a_break()
+
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None) -> None:
         """Promote the cold chunks of a prompt's prefix, as far as there is room. Returns at once."""
         core = self._core
         if not core.disk.health.readable:
             return
-        with core.lock:
+        with core.lock, core.step:
             if core.closed:
                 return
             for entry, cold in reading.plan_prefetch(core.state, refs, layer_idxs):
@@ -180,7 +210,7 @@ class Retrieve:
         core, entries = self._core, walk.entries
         promote = core.config.promote
         for piece in core.pieces(positions):
-            with core.lock:
+            with core.lock, core.step:
                 if promote:
                     chunks = [(entries[p].num_tokens, entries[p].specs(walk.cold[p])) for p in piece]
                     slots = making_room.allocate(core.state, chunks)

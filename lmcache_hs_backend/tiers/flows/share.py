@@ -29,6 +29,7 @@ from lmcache_hs_backend.format.header import BadChunk, FileLayout
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.format.objects import Answer, Objects, ObjectsError
 from lmcache_hs_backend.format.shared_names import content_name, tags
+from lmcache_hs_backend.tiers.flows.bell import Latch
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
 from lmcache_hs_backend.tiers.flows.store_chunks import Store
@@ -91,7 +92,8 @@ class _Fetch:
     name: bytes
     layer_idxs: frozenset[int] | None  # None: all
     epoch: int  # of the state when it was asked for: what was cleared since does not come back
-    over: threading.Event = field(default_factory=threading.Event)
+    over: Latch = field(default_factory=Latch)
+    queued: bool = False  # False also of one whose caller was interrupted before that: the next one does it
     came: bool = False
     unneeded: bool = False  # the chunk before it is not there
 
@@ -160,7 +162,7 @@ class Share:
         rows = local.retrieve(refs, layer_idxs, dtype, outputs)
         if rows and self._may_write and self._core.config.shared_write == "reused":
             tokens = next(iter(rows.values())).shape[0]
-            with self._core.lock:
+            with self._core.lock, self._core.step:
                 sharing.reused(self._core.state, [ref.name for ref in refs if ref.end <= tokens])
         return rows
 
@@ -172,7 +174,7 @@ class Share:
     def _ask(self, refs: Sequence[ChunkRef], layer_idxs: frozenset[int] | None) -> list[_Fetch]:
         """Have fetched what no local tier has, a prefix of it whose KV is present."""
         core, readable = self._core, self._core.disk.health.readable
-        with core.lock:
+        with core.lock, core.step:
             have = reading.covered(core.state, [ref.name for ref in refs], sorted(layer_idxs or ()), readable=readable)
             epoch = core.state.epoch
         missing = refs[have : have + WINDOW]
@@ -193,12 +195,16 @@ class Share:
                 running = self._fetches.get(ref.name)
                 if running is not None and not running.unneeded and running.layer_idxs == layer_idxs:
                     wanted.append(running)
+                    if not running.queued:
+                        self._queue.put(running)
+                        running.queued = True
                     continue
                 if running is not None or len(self._fetches) >= _MOST_WAITING:
                     break
                 self._fetches[ref.name] = fetch
+                self._queue.put(fetch)
+                fetch.queued = True
             wanted.append(fetch)
-            self._queue.put(fetch)
         return wanted
 
     def _await(self, wanted: Sequence[_Fetch], deadline: float) -> None:
@@ -218,7 +224,7 @@ class Share:
         work_alone()
         while (fetch := self._queue.get()) is not None and not self._stopping.is_set():
             try:
-                if not fetch.unneeded:
+                if not fetch.unneeded and not fetch.over.is_set():
                     fetch.came = self._fetch(fetch)
             except Exception:
                 self._core.metrics.add("errors_internal")
@@ -253,26 +259,19 @@ class Share:
         if fetch.layer_idxs is not None and not fetch.layer_idxs <= there:
             core.metrics.add("shared_absent")
             return False
-        with core.lock:
+        with core.lock, core.step:
             if core.closed or core.state.epoch != fetch.epoch:
                 return False
-            core.callers += 1
             entry = core.state.entries.get(ref.name)
             held = set() if entry is None else entry.layer_idxs()
-        try:
-            tokens = fetched.header.layout.num_tokens
-            rows = {
-                spec.layer_idx: torch.frombuffer(view, dtype=TORCH_DTYPES[spec.dtype]).view(tokens, -1)
-                for spec, view in fetched.rows.items()
-                if spec.layer_idx not in held and (fetch.layer_idxs is None or spec.layer_idx in fetch.layer_idxs)
-            }
-            ids = fetched.header.token_ids
-            stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC, ref.start).new if rows else 1
-        finally:
-            with core.lock:
-                core.callers -= 1
-                if core.closed:
-                    core.space_freed.notify_all()
+        tokens = fetched.header.layout.num_tokens
+        rows = {
+            spec.layer_idx: torch.frombuffer(view, dtype=TORCH_DTYPES[spec.dtype]).view(tokens, -1)
+            for spec, view in fetched.rows.items()
+            if spec.layer_idx not in held and (fetch.layer_idxs is None or spec.layer_idx in fetch.layer_idxs)
+        }
+        ids = fetched.header.token_ids
+        stored = self._store.store([ref], ids, rows, ref.start, _STORE_WAIT_SEC, ref.start).new if rows else 1
         core.metrics.add("shared_hits", bool(stored))
         return bool(stored)
 
@@ -353,7 +352,7 @@ class Share:
         core, state = self._core, self._core.state
         if self._listed is None or not self.writes_online:
             return False
-        with core.lock:
+        with core.lock, core.step:
             if core.closed:
                 return False
             upload = sharing.prepare_upload(state, time.monotonic())
@@ -370,7 +369,7 @@ class Share:
             core.metrics.add("errors_shared_file")
             logger.warning("chunk file %s is not uploaded: %s", path, error)
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 if answer in (Answer.OK, Answer.EXISTS):
                     sharing.commit_upload(state, upload)
                 else:
@@ -417,7 +416,7 @@ class Share:
         if not meta.parent:
             return b""
         name = chunk_name(meta.key.replace(f"@{meta.chunk_hash}@", f"@{meta.parent}@", 1))
-        with self._core.lock:
+        with self._core.lock, self._core.step:
             prefix = sharing.prefix_of(self._core.state, name)
         for archived in (False, True):
             if prefix:

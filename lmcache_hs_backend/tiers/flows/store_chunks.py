@@ -23,7 +23,7 @@ from lmcache_hs_backend.tiers.flows.read import Headers
 from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES
 from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import making_room, reading, storing
-from lmcache_hs_backend.tiers.state.entries import Slot
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.storing import MissingLayers, StorePlan
 from lmcache_hs_backend.tiers.state.writing import Demand
 
@@ -69,10 +69,14 @@ class TensorRows:
         """See RowSource."""
         for layer_idx, its_moves in moves.items():
             self._copier.copy_in(self._rows[layer_idx], its_moves)
-        self.settle()
+        self._await_device()
 
     def settle(self) -> None:
-        """Wait for copies from a GPU."""
+        """Wait for threads that helped, and for copies from a GPU."""
+        self._copier.settle()
+        self._await_device()
+
+    def _await_device(self) -> None:
         for device in {rows.device for rows in self._rows.values() if rows.is_cuda}:
             self._copier.synchronize(device)
 
@@ -121,7 +125,27 @@ class Store:
         it is stored in this process, though nothing is copied. ``wait_sec``: how long to wait for room; None: the
         setting's time.
         """
+        call = ActiveCall()
+        with call.running:
+            try:
+                return self._store(call, refs, ids, source, row_offset, wait_sec, first_id)
+            finally:
+                with self._core.lock, self._core.step:
+                    self._core.end(call)
+
+    def _store(
+        self,
+        call: ActiveCall,
+        refs: Sequence[ChunkRef],
+        ids: bytes,
+        source: RowSource,
+        row_offset: int,
+        wait_sec: float | None,
+        first_id: int,
+    ) -> Stored:
         core, state = self._core, self._core.state
+        if core.closed:
+            return Stored(0, 0)
         began = time.monotonic()
         deadline = began + (core.config.store_wait_ms / 1000 if wait_sec is None else wait_sec)
         layer_idxs = [spec.layer_idx for spec in source.specs]
@@ -130,26 +154,30 @@ class Store:
             refs = [ref for ref in refs if ref.start >= row_offset]
         self._headers.ensure_read(refs, deadline - time.monotonic())
         answers = core.presence([ref.kv_key for ref in refs], True)
-        with core.lock:
+        with core.lock, core.step:
+            if core.closed:
+                return Stored(0, 0)
+            state.calls.add(call)
             plan = storing.plan_store(state, refs, specs, answers, time.monotonic_ns())
             held = 0 if plan.missing else reading.held(state, refs, layer_idxs)
         stored, missing, done = plan.stored, plan.missing, 0
         if missing:
-            demand = Demand(state, began)
+            call.slots = []
+            demand = Demand(state, call, began)
             try:
                 while done < len(missing):
-                    placed = self._place(missing[done:], plan.refs, deadline, demand)
-                    if not placed:
-                        with core.lock:
+                    self._place(call, missing[done:], plan.refs, deadline, demand)
+                    count = len(call.slots)
+                    if not count:
+                        with core.lock, core.step:
                             state.tally.loss("no_room", len(missing) - done)
                         break
-                    batch = missing[done : done + len(placed)]
-                    self._copy(batch, placed, source, specs, row_offset)
-                    stored += self._publish(plan, batch, placed, ids, first_id, done)
-                    done += len(placed)
+                    batch = missing[done : done + count]
+                    self._copy(call, batch, source, specs, row_offset)
+                    stored += self._publish(call, plan, batch, ids, first_id, done)
+                    done += count
             finally:
-                with core.lock:
-                    demand.end()
+                with core.lock, core.step:
                     held = 0 if core.closed else reading.held(state, refs, layer_idxs)
                     if len(plan.refs) <= PIECE:
                         storing.end_store(state, plan.refs)
@@ -162,68 +190,89 @@ class Store:
     def _touch(self, refs: Sequence[ChunkRef]) -> None:
         """The chunks of the prompt become the youngest, the first one youngest of all."""
         for piece in self._core.pieces(refs, from_end=True):
-            with self._core.lock:
+            with self._core.lock, self._core.step:
                 storing.end_store(self._core.state, piece)
 
     def _place(
-        self, missing: Sequence[MissingLayers], refs: Sequence[ChunkRef], deadline: float, demand: Demand
-    ) -> list[dict[int, Slot]]:
-        """Slots for the first of ``missing``, as many as there is room for; none when there is no room."""
+        self,
+        call: ActiveCall,
+        missing: Sequence[MissingLayers],
+        refs: Sequence[ChunkRef],
+        deadline: float,
+        demand: Demand,
+    ) -> None:
+        """Get slots for the first of ``missing``, as many as there is room for: ``call.slots``, which is empty."""
         core, state = self._core, self._core.state
-        placed: list[dict[int, Slot]] = []
-        try:
-            for piece in core.pieces(missing):
-                with core.lock:
-                    if not placed:
-                        slots = self._wait_for_room(missing, refs, deadline, demand)
-                    else:
-                        slots = making_room.allocate(state, [(one.ref.num_tokens, one.specs) for one in piece])
-                    placed += slots
-                if len(slots) < len(piece):
-                    break
-        except BaseException:
-            with core.lock:
-                storing.abort_store(state, placed)
-            raise
-        return placed
+        for piece in core.pieces(missing):
+            before = len(call.slots)
+            if not before:
+                self._wait_for_room(call, missing, refs, deadline, demand)
+            else:
+                with core.lock, core.step:
+                    call.slots += making_room.allocate(state, [(one.ref.num_tokens, one.specs) for one in piece])
+            if len(call.slots) < before + len(piece):
+                return
 
     def _wait_for_room(
-        self, missing: Sequence[MissingLayers], refs: Sequence[ChunkRef], deadline: float, demand: Demand
-    ) -> list[dict[int, Slot]]:
-        """Lock held, given up while waiting. Slots for PIECE of ``missing`` at most; none when there is no room."""
+        self,
+        call: ActiveCall,
+        missing: Sequence[MissingLayers],
+        refs: Sequence[ChunkRef],
+        deadline: float,
+        demand: Demand,
+    ) -> None:
+        """Get slots for PIECE of ``missing`` at most; none when there is no room."""
+        core = self._core
+        while True:
+            with core.lock, core.step:
+                wait = self._look_for_room(call, missing, refs, deadline, demand)
+                if wait is None:
+                    return
+                ticket = core.space_freed.ticket()
+            core.space_freed.wait(ticket, wait)
+
+    def _look_for_room(
+        self,
+        call: ActiveCall,
+        missing: Sequence[MissingLayers],
+        refs: Sequence[ChunkRef],
+        deadline: float,
+        demand: Demand,
+    ) -> float | None:
+        """Lock held. Get slots, or the seconds after which to look again; None when that is not worth it."""
         core, state = self._core, self._core.state
         chunks = [(one.ref.num_tokens, one.specs) for one in missing[:PIECE]]
         first = missing[0].nbytes
         if first > core.arena.capacity:
-            return []
+            return None
         spare: frozenset[bytes] = frozenset()
         while not core.closed:
-            placed = making_room.allocate(state, chunks)
-            if placed:
+            call.slots += making_room.allocate(state, chunks)
+            if call.slots:
                 if state.wanted_bytes:
                     # What was asked for is taken: a further write would only clean this prompt's own prefix.
-                    demand.lower(state.ready_bytes + sum(one.nbytes for one in missing[len(placed) :]))
-                return placed
+                    demand.lower(state.ready_bytes + sum(one.nbytes for one in missing[len(call.slots) :]))
+                return None
             if not core.disk.health.writable or core.recovery_is_late or state.purge_pending:
                 spare = spare or frozenset(ref.name for ref in refs)
                 if not making_room.discard_dirty(state, spare):
-                    return []
+                    return None
                 continue
             needed = sum(one.nbytes for one in missing) - state.ready_bytes
             now = time.monotonic()
             if not demand.is_promised(needed, now, deadline, starting=not core.recovered):
-                return []
+                return None
             # A few chunks at a time: what is written beyond need would be evicted from this prompt's prefix. The
             # demand stands until the call ends, so that the disk works while the caller's thread copies.
             demand.set(state.ready_bytes + min(max(needed, first), core.config.io_threads * first))
             core.wake()
-            core.space_freed.wait(min(deadline - now, _LOOK_AGAIN_SEC))
-        return []
+            return min(deadline - now, _LOOK_AGAIN_SEC)
+        return None
 
     def _copy(
         self,
+        call: ActiveCall,
         batch: Sequence[MissingLayers],
-        placed: Sequence[Mapping[int, Slot]],
         source: RowSource,
         specs: Sequence[LayerSpec],
         offset: int,
@@ -231,24 +280,29 @@ class Store:
         moves = {
             spec.layer_idx: [
                 (one.ref.start - offset, one.ref.num_tokens, slots[spec.layer_idx])
-                for one, slots in zip(batch, placed, strict=True)
+                for one, slots in zip(batch, call.slots, strict=True)
                 if spec.layer_idx in slots
             ]
             for spec in specs
         }
+        call.writer = source  # from here on the slots are only free again when it is at rest
         try:
             source.copy_in(moves)
         except BaseException:
-            source.settle()  # if that fails too, the slots stay taken: something may still write them
-            with self._core.lock:
-                storing.abort_store(self._core.state, placed)
+            try:
+                source.settle()
+            except Exception:
+                call.lost = True  # they stay taken: something may still write them
+                raise
+            call.writer = None
             raise
+        call.writer = None
 
     def _publish(
         self,
+        call: ActiveCall,
         plan: StorePlan,
         batch: Sequence[MissingLayers],
-        placed: Sequence[dict[int, Slot]],
         ids: bytes,
         first_id: int,
         done: int,
@@ -267,13 +321,12 @@ class Store:
         stored, streaming = 0, done > 0
         more = done + len(batch) < len(plan.missing) or len(batch) > PIECE
         # The end of a prompt is to leave first, so it enters the orders first; of what passes through, it comes last.
-        parts = zip(
-            core.pieces(batch, from_end=not streaming), core.pieces(placed, from_end=not streaming), strict=True
-        )
-        for part, slots in parts:
-            with core.lock:
+        for part in core.pieces(batch, from_end=not streaming):
+            mine = slice(0, len(part)) if streaming else slice(-len(part), None)
+            with core.lock, core.step:
                 stored += storing.commit_store(
-                    core.state, plan, part, slots, describe, time.monotonic(), streaming=streaming, more=more
+                    core.state, plan, part, call.slots[mine], describe, time.monotonic(), streaming=streaming, more=more
                 )
+                del call.slots[mine]  # they are the chunks' now
                 core.rows_came()
         return stored

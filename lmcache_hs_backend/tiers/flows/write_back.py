@@ -53,7 +53,7 @@ class WriteBack:
         try:
             if not self._drop_orphan(entry):
                 rows, _memory = self._gather(entry)
-                with core.lock:
+                with core.lock, core.step:
                     metadata, used_ns = entry.metadata, entry.used_ns
                 assert metadata is not None  # a pinned chunk with rows has it
                 meta, ids = metadata.parts()
@@ -72,15 +72,15 @@ class WriteBack:
             drop_reason = "unwritable"  # a bug; trying the same again and again would not mend it
             raise
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 now = time.monotonic()
                 if written is not None:
                     writing.commit_write(state, job, written.layout, written.digests, used_ns, reserved, now)
                 else:
                     writing.abort_write(state, job, now, reserved=reserved, drop_reason=drop_reason, again_at=again_at)
-                core.space_freed.notify_all()
+                core.space_freed.ring()
                 if not state.orders.aging:
-                    core.all_written.notify_all()
+                    core.all_written.ring()
                 if state.jobs.ready:
                     core.wake()
 
@@ -94,7 +94,7 @@ class WriteBack:
         if answer is not Presence.GONE:
             return False
         writable = core.disk.health.writable
-        with core.lock:
+        with core.lock, core.step:
             core.state.kv_answered(entry, answer, asked_ns, writable=writable)
             return entry.dropped
 
@@ -108,7 +108,7 @@ class WriteBack:
             core.read_header(entry)
             if entry.file is UNREAD:
                 raise OSError("its header cannot be read")  # and it may have layers that RAM does not have
-        with core.lock:
+        with core.lock, core.step:
             layout, digests = entry.layout, entry.digests
             slots = list(entry.hot.values())
         tokens = entry.num_tokens
@@ -198,9 +198,9 @@ class WriteBack:
                 deleted = False
                 deleted = core.disk.unlink(job.name)
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 leaving.end_delete(state, job, deleted=deleted)
-                core.space_freed.notify_all()
+                core.space_freed.ring()
                 if state.jobs.ready:
                     core.wake()
 
@@ -219,7 +219,7 @@ class WriteBack:
         finally:
             # What was rewritten, or could not be moved, is still in its place.
             deleted = core.disk.unlink(entry.name) if job.pinned or not kept else True
-            with core.lock:
+            with core.lock, core.step:
                 leaving.end_archive(state, job, size, reserved, kept=kept, deleted=deleted)
                 if state.jobs.ready:
                     core.wake()
@@ -228,7 +228,7 @@ class WriteBack:
         """Returns the size of the file, and the bytes that were reserved for it."""
         core = self._core
         rows, _memory = self._gather(entry)
-        with core.lock:
+        with core.lock, core.step:
             metadata = entry.metadata
         assert metadata is not None  # a pinned chunk with rows has it
         meta, ids = metadata.parts()
@@ -245,7 +245,7 @@ class WriteBack:
         try:
             written = self._write_file(entry, meta, ids, rows, entry.used_ns, nbytes, archived=True)
         except BaseException:
-            with core.lock:
+            with core.lock, core.step:
                 writing.release(core.state, nbytes)
             raise
         assert written is not None  # only chunks that are not archived are given up for being dropped
@@ -259,7 +259,7 @@ class WriteBack:
             if entry.has_file and not entry.dropped and time.monotonic() < job.until:
                 saved = core.disk.save_use(entry.name, used_ns)
         finally:
-            with core.lock:
+            with core.lock, core.step:
                 leaving.end_save_use(core.state, job, used_ns if saved else 0)
                 if core.state.jobs.ready:
                     core.wake()

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
@@ -41,11 +42,20 @@ class SharedCopies:
     def __init__(self, pieces: Sequence[Sequence[CopyPair]]) -> None:
         """See ``pieces_of``."""
         self._left = deque(pieces)
+        self._helping: deque[None] = deque()  # one for each thread that may have a piece in hand
+        self.running = threading.Lock()  # the caller's, until it has left ``finish``, by whatever way
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._others = len(pieces)  # how many pieces the caller has not taken
 
     def help(self) -> None:
         """Take pieces as long as there are any, on an I/O thread."""
+        self._helping.append(None)
+        try:
+            self._help()
+        finally:
+            self._helping.pop()
+
+    def _help(self) -> None:
         while True:
             try:
                 piece = self._left.popleft()
@@ -57,6 +67,16 @@ class SharedCopies:
                 self._done.put(error)
             else:
                 self._done.put(None)
+
+    def at_rest(self) -> bool:
+        """Whether the caller has left and no thread has a piece in hand; then none is begun any more.
+
+        An exception from outside may end ``finish`` before others have ended what they had begun.
+        """
+        if self.running.locked():
+            return False
+        self._left.clear()
+        return not self._helping
 
     def finish(self) -> None:
         """Take pieces as well, on the caller's thread, and wait for those that others have taken.

@@ -81,6 +81,17 @@ class DiskAccounts:
             self.dead -= self.dead_bytes[directory]
             self.dead_bytes[directory] = 0
 
+    def mend(self, chunks: int, leaving_archive: int, leaving_quarantine: int) -> None:
+        """Add up everything again. See ``mending``.
+
+        ``chunks``: bytes of all files of chunks in the index; the other two: of files that are being deleted for room.
+        """
+        self.own = chunks + sum(self.leftover.values())
+        self.archive = leaving_archive + sum(self.archived.values())
+        self.quarantine = leaving_quarantine + sum(file.size for file in self.quarantined)
+        self.dead = sum(self.dead_bytes.values())
+        self.reserved, self.trash = max(0, self.reserved), max(0, self.trash)
+
     def clear(self) -> None:
         """All chunks' files are trash, those of dropped ones included."""
         self.trash += self.own

@@ -36,13 +36,14 @@ def check(state: TierState) -> list[str]:
 
 def _check_entries(state: TierState) -> Iterator[str]:
     for name, entry in state.entries.items():
-        for problem in _problems_of(state, entry):
+        for problem in problems_of(state, entry):
             yield f"chunk {name.hex()}: {problem}"
         if entry.name != name:
             yield f"chunk {entry.name.hex()} is in the index under the name {name.hex()}"
 
 
-def _problems_of(state: TierState, entry: ChunkEntry) -> Iterator[str]:
+def problems_of(state: TierState, entry: ChunkEntry) -> Iterator[str]:
+    """What is wrong with a chunk of the index, whatever the others are like."""
     if entry.dropped:
         yield "it was dropped and is in the index"
     if entry.pins < 0:

@@ -10,13 +10,14 @@ best one at the moment it can start it (see ``writing``). Neither reads nor dele
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_hs_backend.tiers.state.entries import ChunkEntry
+from lmcache_hs_backend.tiers.state.entries import ChunkEntry, Slot
 
 #: Reads go first, but one in so many operations is something else, or a stream of reads would end all writing.
 _READS_IN_A_ROW = 8
@@ -30,6 +31,17 @@ class FileJob:
     name: bytes = b""
     is_read: bool = False
     turn: object = None  # of a read: the call that waits for it
+    started: bool = False  # a thread has it in hand, or has had
+
+    @property
+    def pinned_entry(self) -> ChunkEntry | None:
+        """The chunk on which it has a pin, from its submission to its end."""
+        return None
+
+    @property
+    def loan(self) -> dict[int, Slot] | None:
+        """Slots that are its own until it ends: layer_idx → slot."""
+        return None
 
 
 class Turns:
@@ -48,6 +60,13 @@ class Turns:
     def __iter__(self) -> Iterator[FileJob]:
         for jobs in self._waiting.values():
             yield from jobs
+
+    def mend(self, jobs: Iterable[FileJob]) -> None:
+        """Hold just these. See ``mending``."""
+        self._waiting.clear()
+        self._count = 0
+        for job in jobs:
+            self.append(job)
 
     def append(self, job: FileJob) -> None:
         """Behind those of the same turn."""
@@ -97,6 +116,11 @@ class ArchiveJob(FileJob):
     def __post_init__(self) -> None:
         self.name = self.entry.name
 
+    @property
+    def pinned_entry(self) -> ChunkEntry | None:
+        """See FileJob."""
+        return self.entry if self.pinned else None
+
 
 @dataclass(eq=False)
 class WriteJob(FileJob):
@@ -126,7 +150,7 @@ class JobQueue:
     def __init__(self) -> None:
         self._reads = Turns()
         self._others: deque[FileJob] = deque()
-        self._busy: dict[bytes, deque[FileJob]] = {}  # jobs that wait for the name
+        self._busy: dict[bytes, deque[FileJob]] = {}  # of each busy name: its current job, and those that wait for it
         self._running: dict[bytes, float] = {}  # names whose job a thread has in hand, and since when (monotonic)
         self._reads_in_a_row = 0
         self._others_in_a_row = 0
@@ -138,13 +162,15 @@ class JobQueue:
             if waiting is not None:
                 waiting.append(job)
                 return
-            self._busy[job.name] = deque()
+            self._busy[job.name] = deque([job])
         self._enqueue(job)
 
     def claim(self, name: bytes, now: float) -> None:
         """Make an idle name busy for the calling thread itself; ``finish`` it afterwards."""
         assert name not in self._busy, "a name that is busy cannot be claimed"
-        self._busy[name] = deque()
+        claim = FileJob()
+        claim.started = True
+        self._busy[name] = deque([claim])
         self._running[name] = now
 
     def start(self, now: float, *, write_first: bool = False) -> FileJob | None:
@@ -166,16 +192,43 @@ class JobQueue:
 
     def finish(self, name: bytes) -> None:
         """The operation on ``name`` is over: the next one that waits for it may start."""
-        waiting = self._busy[name]
+        jobs = self._busy[name]
         self._running.pop(name, None)
-        if waiting:
-            self._enqueue(waiting.popleft())
+        jobs.popleft()
+        if jobs:
+            self._enqueue(jobs[0])
         else:
             del self._busy[name]
 
     def hand_over(self, name: bytes) -> None:
         """The I/O part of an operation is over; its caller does the rest, and then calls ``finish``."""
         self._running.pop(name, None)
+
+    def current(self, name: bytes) -> FileJob | None:
+        """The operation on this name that is queued or running, before all others; None when it is not busy."""
+        jobs = self._busy.get(name)
+        return jobs[0] if jobs else None
+
+    def of(self, name: bytes) -> Sequence[FileJob]:
+        """All operations on this name, the current one first."""
+        return self._busy.get(name, ())
+
+    def named(self) -> Iterator[FileJob]:
+        """Every operation on a name that has not ended."""
+        for jobs in self._busy.values():
+            yield from jobs
+
+    def mend(self) -> None:
+        """Derive the queues from the table of busy names, which is changed in single steps. See ``mending``."""
+        for name in [name for name, jobs in self._busy.items() if not jobs]:
+            del self._busy[name]
+        for name in self._running.keys() - self._busy.keys():
+            del self._running[name]
+        waiting = [jobs[0] for jobs in self._busy.values() if not jobs[0].started]
+        queued = dict.fromkeys(itertools.chain(self._reads, self._others))  # in their order, and only then the others
+        jobs = [*(job for job in queued if not job.started), *(job for job in waiting if job not in queued)]
+        self._reads.mend(job for job in jobs if job.is_read)
+        self._others = deque(job for job in jobs if not job.is_read)
 
     def is_busy(self, name: bytes) -> bool:
         """Whether an operation on this name is queued or running."""
@@ -212,6 +265,7 @@ class JobQueue:
             self._others.append(job)
 
     def _started(self, job: FileJob, now: float) -> FileJob:
+        job.started = True
         if job.name:
             self._running[job.name] = now
         return job

@@ -84,6 +84,21 @@ class Orders:
             self.dirty_chunks += dirty - (counted >> 1 & 1)
             self.unread_files += unread - (counted >> 2)
 
+    def mend(self, entries: Iterable[ChunkEntry]) -> None:
+        """Put all chunks of the index in order again, by their last use. See ``mending``."""
+        self.to_share, self.shared = OrderedDict(), OrderedDict()
+        self.clean, self.dirty, self.aging, self.cold = OrderedDict(), OrderedDict(), OrderedDict(), ColdOrder()
+        self.clean_bytes = self.hot_chunks = self.dirty_chunks = self.unread_files = 0
+        entries = sorted(entries, key=lambda entry: entry.used_ns)
+        since = {entry.name: entry.dirty_since for entry in entries}
+        for entry in entries:
+            entry.older = entry.younger = None
+            entry.counted = entry.clean_bytes = 0
+            self.reindex(entry)
+        for entry in sorted(self.aging.values(), key=lambda entry: since[entry.name] or entry.dirty_since):
+            entry.dirty_since = since[entry.name] or entry.dirty_since
+            self.aging.move_to_end(entry.name)
+
     def is_wanted(self, entry: ChunkEntry) -> bool:
         """Whether a chunk of this store is to be uploaded, once it has a file."""
         return self.share == "all" or (self.share == "reused" and entry.reused)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.format.header import Description, FileLayout
 from lmcache_hs_backend.tiers.state import making_room
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import CONFIRMED, ChunkEntry, Slot
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
@@ -120,6 +121,13 @@ def end_retrieve(state: TierState, entries: Sequence[ChunkEntry], *, served: boo
     state.unpin(entries)
     if served:
         state.orders.touch(entries)
+
+
+def end_part(state: TierState, call: ActiveCall, count: int, *, served: bool) -> None:
+    """``end_retrieve`` for the last ``count`` chunks that the call still has pinned."""
+    entries = call.entries
+    end_retrieve(state, entries if count == len(entries) else entries[-count:], served=served)
+    del entries[-count:]  # not before: should this be cut short, all of them count as pinned
 
 
 @dataclass(slots=True)

@@ -127,4 +127,5 @@ def _is_same_file(state: TierState, upload: Upload) -> bool:
 
 def _set(state: TierState, entry: ChunkEntry, share: ShareState) -> None:
     entry.share = share
-    state.orders.reindex(entry)
+    if not entry.dropped:  # else it is in no order, and its place in those from before a clear is none of these
+        state.orders.reindex(entry)

@@ -6,6 +6,8 @@ module only knows offsets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lmcache_hs_backend.format.pages import ALIGN
 
 
@@ -64,6 +66,16 @@ class FreeList:
             self._remove(offset + nbytes)
             nbytes += after
         self._insert(offset, nbytes)
+
+    def mend(self, used: Iterable[tuple[int, int]]) -> None:
+        """Everything but these slots, ``(offset, nbytes)``, is free. See ``mending``."""
+        self._starts, self._ends, self._sizes = {}, {}, {}
+        self.free_bytes = end = 0
+        for offset, nbytes in [*sorted(used), (self.capacity, 0)]:
+            if offset > end:
+                self._insert(end, offset - end)
+                self.free_bytes += offset - end
+            end = max(end, offset + nbytes)
 
     def runs(self) -> list[tuple[int, int]]:
         """The free runs as ``(offset, nbytes)``, ascending. For checks."""

@@ -127,7 +127,7 @@ def commit_store(
             entry = ChunkEntry(ref.name, ref.prefix, ref.end - ref.start, key, kv, generation=state.generation)
             entry.metadata, entry.stored_at = describe(ref), now
             entry.kv_seen_ns = plan.seen_ns if missing.present else 0
-            entry.hot = slots
+            entry.hot = dict(slots)  # the call's record of what it holds is its own
             state.loaned_bytes -= missing.nbytes
             state.add(entry)
         else:

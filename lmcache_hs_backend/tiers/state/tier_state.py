@@ -17,6 +17,7 @@ from lmcache_hs_backend.chunk import WHOLE_KEYS, Presence
 from lmcache_hs_backend.format.header import FileLayout
 from lmcache_hs_backend.format.layout import FoundFile
 from lmcache_hs_backend.tiers.state.accounts import DiskAccounts
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import (
     ABSENT,
     CONFIRMED,
@@ -135,6 +136,7 @@ class TierState:
         # What is in flight, for the accounts to add up.
         self.loaned_bytes = 0  # slots that were given out and are no chunk's yet
         self.detached_bytes = 0  # slots of dropped chunks that are still pinned
+        self.calls: set[ActiveCall] = set()
         self.writes: set[WriteJob] = set()
         self.evictions: set[Victim] = set()
         self._layouts: dict[FileLayout, FileLayout] = {}
@@ -297,19 +299,23 @@ class TierState:
         """
         entries, orders = self.entries, self.orders
         hot = [entry for order in (orders.clean, orders.dirty) for entry in order.values() if not entry.pins]
-        self.epoch += 1
         self.generation.cleared = True
-        self.generation = Generation()
+        self.forget_all()
+        for entry in hot:
+            self._vacate(entry)
+        self.detached_bytes = self.free_list.used_bytes - self.loaned_bytes
+        return len(entries), [entries, orders.clean, orders.dirty, orders.aging, orders.cold]
+
+    def forget_all(self) -> None:
+        """The index is empty: its generation was cleared. Repeated by ``mending`` should it be cut short."""
+        self.epoch += 1
         self.purge_pending = True
         self.entries = {}
         self.orders = Orders(self.orders.share)
         self.confirmed_chunks = 0
         self.accounts.clear()
         self.undeletable.clear()
-        for entry in hot:
-            self._vacate(entry)
-        self.detached_bytes = self.free_list.used_bytes - self.loaned_bytes
-        return len(entries), [entries, orders.clean, orders.dirty, orders.aging, orders.cold]
+        self.generation = Generation()
 
     def purged(self) -> None:
         """What was cleared is in the trash: files may be written again."""

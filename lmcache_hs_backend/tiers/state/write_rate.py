@@ -21,6 +21,10 @@ class WriteRate:
         """Writes under way."""
         return self._active
 
+    def mend(self, active: int) -> None:
+        """So many writes are under way. See ``mending``."""
+        self._active = active
+
     def start(self, now: float) -> None:
         """A write begins (``now``: monotonic)."""
         if not self._active:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmcache_hs_backend.format.header import FileLayout
+from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import KNOWN, LEAVING, LEFT_DISK, LOCAL, ChunkEntry
 from lmcache_hs_backend.tiers.state.jobs import DeleteJob, WriteJob
 from lmcache_hs_backend.tiers.state.tier_state import TierState
@@ -162,26 +163,22 @@ def release(state: TierState, nbytes: int) -> None:
 
 
 class Demand:
-    """What one call of store wants free or clean. ``end`` it on every path."""
+    """What one call of store wants free or clean, until the call ends."""
 
-    def __init__(self, state: TierState, began: float) -> None:
+    def __init__(self, state: TierState, call: ActiveCall, began: float) -> None:
         """``began``: when the call started (monotonic)."""
         self._state = state
+        self._call = call
         self._began = began
-        self._nbytes = 0
 
     def set(self, nbytes: int) -> None:
         """This call wants so many bytes in all."""
-        self._state.wanted_bytes += nbytes - self._nbytes
-        self._nbytes = nbytes
+        self._state.wanted_bytes += nbytes - self._call.wanted_bytes
+        self._call.wanted_bytes = nbytes
 
     def lower(self, nbytes: int) -> None:
         """It wants at most so many."""
-        self.set(min(self._nbytes, nbytes))
-
-    def end(self) -> None:
-        """It wants none."""
-        self.set(0)
+        self.set(min(self._call.wanted_bytes, nbytes))
 
     def is_promised(self, needed: int, now: float, deadline: float, *, starting: bool) -> bool:
         """Whether the call may expect ``needed`` bytes by ``deadline`` (monotonic).
