@@ -9,17 +9,18 @@ manager's event loop, on which every put and get of KV runs too, so those are as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_hs_backend.integrations.lmcache.compat import real_backend
+from lmcache_hs_backend.tiers.flows.bell import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +72,22 @@ class SlowBackends:
     def ask(self, backends: Mapping[str, Any], keys: Sequence[Any]) -> list[bool | None]:
         """For each key: True if a backend holds it, False if none does, None if that is not known."""
         deadline = time.monotonic() + self._timeout_sec
-        asked: dict[str, list[Future[bool | None]] | None] = {}
+        asked: dict[str, list[_Answer] | None] = {}
         for name, backend in backends.items():
             asked[name] = [self._submit(backend, key) for key in keys] if self._may_ask(name, backend, keys) else None
-        futures = [future for answers in asked.values() for future in answers or ()]
-        wait(futures, max(0.0, deadline - time.monotonic()))
+        for answers in asked.values():
+            for answer in answers or ():
+                answer.wait(deadline - time.monotonic())
         held: list[bool | None] = [False] * len(keys)
         for name, answers in asked.items():
             late = False
             for number in range(len(keys)):
-                answer = None
+                here = None
                 if answers is not None:
-                    late |= not answers[number].done()
-                    answer = _result(answers[number])
-                if answer or (answer is None and not held[number]):
-                    held[number] = answer
+                    late |= not answers[number].has_come
+                    here = answers[number].take()
+                if here or (here is None and not held[number]):
+                    held[number] = here
             if answers is not None:
                 self._judge(name, late)
         return held
@@ -123,10 +125,9 @@ class SlowBackends:
             with self._lock:
                 assert breaker.target is not None
                 backend, key = breaker.target
-            future = self._submit(backend, key)
-            wait([future], self._timeout_sec)
-            answered = future.done()
-            _result(future)
+            answer = self._submit(backend, key)
+            answered = answer.wait(self._timeout_sec)
+            answer.take()
             if answered:
                 with self._lock:
                     breaker.is_open, breaker.late = False, 0
@@ -135,7 +136,7 @@ class SlowBackends:
 
     # -- one question ----------------------------------------------------------------------------------------
 
-    def _submit(self, backend: Any, key: Any) -> Future[bool | None]:
+    def _submit(self, backend: Any, key: Any) -> _Answer:
         real = real_backend(backend)
         connection = getattr(real, "connection", None)
         if connection is None or not hasattr(connection, "exists"):
@@ -147,14 +148,56 @@ class SlowBackends:
         kind = type(connector).__name__
         if kind in _BLOCKS_THE_LOOP:
             return self._threads.submit(lambda: _meant(kind, connection.exists_sync(key)))
-        return asyncio.run_coroutine_threadsafe(_exists(connection, connector, key), real.loop)
+        answer = _Answer()
+        asked = asyncio.run_coroutine_threadsafe(_answer(answer, _exists(connection, connector, key)), real.loop)
+        answer.on_giving_up = lambda: real.loop.call_soon_threadsafe(asked.cancel)
+        return answer
 
 
-def _result(future: Future[bool | None]) -> bool | None:
-    if not future.done():
-        future.cancel()
-        return None
-    return None if future.cancelled() or future.exception() is not None else future.result()
+class _Answer:
+    """What one backend says of one key.
+
+    Not a Future: a caller who is interrupted while it waits for one may leave the Future's lock taken, and then the
+    thread or the event loop that has the answer would wait for that lock for ever.
+    """
+
+    def __init__(self) -> None:
+        self.held: bool | None = None
+        self.given_up = False  # no caller waits for it any more
+        self.on_giving_up: Callable[[], object] = bool
+        self._come = Latch()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there is an answer, if only that it is not known."""
+        return self._come.is_set()
+
+    def give(self, held: bool | None) -> None:
+        """This is the answer."""
+        self.held = held
+        self._come.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for it, ``timeout`` seconds at most. Returns whether it has come."""
+        return self._come.wait(timeout)
+
+    def take(self) -> bool | None:
+        """The answer; None when it has not come, and then it need not come any more."""
+        if not self.has_come:
+            self.given_up = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.on_giving_up()
+        return self.held
+
+
+async def _answer(answer: _Answer, question: Coroutine[Any, Any, bool | None]) -> None:
+    held: bool | None = None
+    try:
+        held = await question
+    except Exception as error:  # noqa: BLE001 - whatever a third party's backend raises, it does not know
+        logger.debug("a backend cannot be asked: %r", error)
+    finally:
+        answer.give(held)
 
 
 async def _exists(connection: Any, connector: Any, key: Any) -> bool | None:
@@ -197,22 +240,19 @@ class _Threads:
         self._lock = threading.Lock()
         self._started = self._idle = 0
         self._closed = False
-        self._jobs: queue.SimpleQueue[tuple[Future[bool | None], Callable[[], bool | None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[tuple[_Answer, Callable[[], bool | None]] | None] = queue.SimpleQueue()
 
-    def submit(self, question: Callable[[], bool | None]) -> Future[bool | None]:
-        future: Future[bool | None] = Future()
+    def submit(self, question: Callable[[], bool | None]) -> _Answer:
+        answer = _Answer()
         with self._lock:
             if self._closed:
-                future.cancel()
-                future.set_running_or_notify_cancel()  # or a caller would wait forever
-                return future
-            self._jobs.put((future, question))
+                answer.give(None)
+                return answer
+            self._jobs.put((answer, question))
             if self._jobs.qsize() > self._idle and self._started < self._most:
                 self._started += 1
                 threading.Thread(target=self._work, name="hs-kv-asker", daemon=True).start()
-        return future
+        return answer
 
     def close(self) -> None:
         with self._lock:
@@ -229,10 +269,13 @@ class _Threads:
                 self._idle -= 1
             if job is None:
                 return
-            future, question = job
-            if not future.set_running_or_notify_cancel():
-                continue  # no caller waits for it any more
+            answer, question = job
+            if answer.given_up:
+                continue
+            held: bool | None = None
             try:
-                future.set_result(question())
+                held = question()
             except BaseException as error:  # noqa: BLE001 - whatever a third party's backend raises, it does not know
-                future.set_exception(error)
+                logger.debug("a backend cannot be asked: %r", error)
+            finally:
+                answer.give(held)

@@ -22,6 +22,7 @@ from lmcache_hs_backend.integrations.vllm.settings import ConnectorSettings, lab
 from lmcache_hs_backend.integrations.vllm.worker_side.device import HostRows
 from lmcache_hs_backend.integrations.vllm.worker_side.sink import CapturedModel
 from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
+from lmcache_hs_backend.tiers.flows.bell import Bell
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ class ServerSink:
         self._layer_idxs = layer_idxs
         self._limit = staged_bytes
         # Guards figures, _staged_bytes and _closed.
-        self._space_freed = threading.Condition()
+        self._lock = threading.Lock()
+        self._space_freed = Bell()
         self._staged_bytes = 0
         self._closed = False
         self._warned = 0.0
@@ -131,7 +133,7 @@ class ServerSink:
 
     def count(self, figure: str, chunks: int = 1) -> None:
         """Add to a figure, from any thread."""
-        with self._space_freed:
+        with self._lock:
             self.figures[figure] += chunks
 
     def needs_copy(self, chunk: ReadyChunk) -> bool:
@@ -144,18 +146,16 @@ class ServerSink:
         Returns:
             False when there was no room in time; the chunk is counted as lost.
         """
-        with self._space_freed:
-            if self._space_freed.wait_for(
-                lambda: not self._staged_bytes or self._staged_bytes + nbytes <= self._limit,
-                max(0.0, deadline - time.monotonic()),
-            ):
-                return True
-            self.figures["lost"] += 1
+        if self._space_freed.wait_for(
+            lambda: not self._staged_bytes or self._staged_bytes + nbytes <= self._limit, deadline
+        ):
+            return True
+        self.count("lost")
         return False
 
     def put(self, chunk: ReadyChunk, rows: HostRows, deadline: float) -> None:
         """Store a chunk, in the background. Waits for nothing."""
-        with self._space_freed:
+        with self._lock:
             self.figures["taken"] += 1
             self._staged_bytes += rows.nbytes
         self._thread.submit(lambda: self._store(chunk, rows))
@@ -174,7 +174,7 @@ class ServerSink:
 
     def close(self) -> None:
         """Send what is on its way, and end. Idempotent; bounded in time."""
-        with self._space_freed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -190,10 +190,10 @@ class ServerSink:
             ids = memoryview(chunk.ids).cast("q").tolist()
             kept = self._client.store_layers(ids, layers, chunk.ref.start, cache_salt=chunk.ref.kv_key)
         finally:
-            with self._space_freed:
+            with self._lock:
                 self._staged_bytes -= rows.nbytes
                 self.figures["lost"] += not kept
-                self._space_freed.notify_all()
+            self._space_freed.ring()
             if not kept and time.monotonic() > self._warned + _WARN_EVERY_SEC:
                 self._warned = time.monotonic()
                 logger.warning("the hidden-state server has not kept a chunk (%d so far)", self.figures["lost"])

@@ -32,6 +32,7 @@ from lmcache_hs_backend.integrations.vllm.worker_side.stored import PendingChunk
 from lmcache_hs_backend.integrations.vllm.worker_side.tails import MOST_PARENTS, MOST_RECENT, Tails
 from lmcache_hs_backend.integrations.vllm.worker_side.threads import DaemonThreads
 from lmcache_hs_backend.tiered import TieredStore
+from lmcache_hs_backend.tiers.flows.bell import Bell
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class CaptureSink:
         self._chunks = StoredChunks(store, self._layer_idxs, Tails(model.key_format, settings.chunk_size))
         # Guards figures, _staged, _staged_bytes and _closed; nothing slow happens under it.
         self._lock = threading.Lock()
-        self._space_freed = threading.Condition(self._lock)
+        self._space_freed = Bell()
         self._staged: dict[bytes, int] = {}  # chunks on their way: name → bytes
         self._staged_bytes = 0
         self._closed = False
@@ -146,12 +147,8 @@ class CaptureSink:
             False when there was no room in time; the chunk is counted as lost.
         """
         limit = self._settings.hot_bytes // _STAGED_PART
-        with self._space_freed:
-            if self._space_freed.wait_for(
-                lambda: not self._staged or self._staged_bytes + nbytes <= limit,
-                max(0.0, deadline - time.monotonic()),
-            ):
-                return True
+        if self._space_freed.wait_for(lambda: not self._staged or self._staged_bytes + nbytes <= limit, deadline):
+            return True
         self.count("lost")
         self.store.metrics.loss("no_room")
         return False
@@ -193,8 +190,8 @@ class CaptureSink:
             Position of a layer in the cache → its rows, in their own dtype.
         """
         names = [ref.name for ref in refs]
-        with self._space_freed:
-            self._space_freed.wait_for(lambda: self._staged.keys().isdisjoint(names), self._settings.read_timeout_sec)
+        deadline = time.monotonic() + self._settings.read_timeout_sec
+        self._space_freed.wait_for(lambda: not any(name in self._staged for name in names), deadline)
         found = self.store.retrieve(refs, self._layer_idxs, None)
         return {n: found[idx] for n, idx in zip(self.positions, self._layer_idxs, strict=True) if idx in found}
 
@@ -224,9 +221,9 @@ class CaptureSink:
         try:
             self._store(chunk, rows, None)
         finally:
-            with self._space_freed:
+            with self._lock:
                 self._staged_bytes -= self._staged.pop(chunk.ref.name)
-                self._space_freed.notify_all()
+            self._space_freed.ring()
             self._stored(chunk)
 
     def _store(self, chunk: ReadyChunk, rows: HostRows, wait_sec: float | None) -> None:

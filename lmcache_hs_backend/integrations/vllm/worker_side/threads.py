@@ -45,7 +45,7 @@ class DaemonThreads:
         """Run a call soon. What it raises is logged; a result that someone waits for is the call's to deliver."""
         with self._lock:
             self._unfinished += 1
-        self._queue.put(call)
+            self._queue.put(call)
 
     def close(self, timeout: float) -> bool:
         """Run what was submitted, then end. False when that takes longer than ``timeout`` seconds."""
