@@ -234,9 +234,7 @@ class Core:
         with self.lock, self.step:
             try:
                 recovering.header_read(self.state, entry, header)
-            except (
-                BadChunk
-            ) as bad:  # nothing has changed; an exception that leaves a transition means that it was cut short
-                another = bad
+            except BadChunk as bad:
+                another = bad  # nothing has changed; one that left the transition would say that it was cut short
         if another is not None:
             self.file_unusable(entry, another)
