@@ -43,6 +43,20 @@ def test_stats_has_every_counter_gauge_and_histogram(tmp_path: Path) -> None:
     assert all(isinstance(value, int | float | str) for value in figures.values()), "flat"
 
 
+def test_what_is_counted_is_there_at_once_and_does_not_pile_up_where_nobody_reads_it() -> None:
+    figures = metrics.Metrics({"model_name": MODEL})
+    longest = 0
+    for _ in range(25_000):
+        figures.add("stored_chunks")
+        longest = max(longest, len(figures._notes))
+    figures.observe("store_seconds", 0.5, hits_hot=3)
+    figures.add_all({"hits_hot": 2, "hits_cold": 1})
+    now = figures.snapshot()
+    assert (now["stored_chunks"], now["hits_hot"], now["hits_cold"]) == (25_000, 5, 1)
+    assert (now["store_seconds_sum"], now["store_seconds_count"]) == (0.5, 1)
+    assert longest <= 10_000
+
+
 def test_prometheus_follows_within_moments_and_survives_a_second_store(tmp_path: Path) -> None:
     before = exported().get("lmcache:hs_stored_chunks_total", 0.0)
     for number in range(2):

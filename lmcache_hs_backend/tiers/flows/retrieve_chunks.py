@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lmcache_hs_backend.chunk import ChunkRef, LayerSpec
+from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
 from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import PIECE, Core
 from lmcache_hs_backend.tiers.flows.read import Headers, PendingReads, Reads
@@ -91,7 +91,7 @@ class Retrieve:
         self._headers.ensure_read(refs, deadline - time.monotonic())
         pending: PendingReads | None = None
         readable = core.disk.health.readable
-        walk, native = PromptWalk(call.entries), dtype is None
+        walk, native = PromptWalk(call.entries, {}, []), dtype is None
         known, served = 0, 0
         cold: list[int] = []
         try:
@@ -107,11 +107,10 @@ class Retrieve:
             answers = core.presence([ref.kv_key for ref in refs[: len(walk.entries)]], False)
             now_ns = time.monotonic_ns()
             deadline += (now_ns - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
-            writable = core.disk.health.writable
-            with core.lock, core.step:
-                known, miss = reading.judge_presence(state, refs, walk, answers, asked_ns, now_ns, writable=writable)
-                if known < len(walk.entries) and state.jobs.ready:
-                    core.wake()
+            if reading.nothing_to_judge(walk, answers):
+                known, miss = len(walk.entries), walk.miss
+            else:
+                known, miss = self._judge(refs, walk, answers, asked_ns, now_ns)
             if walk.cold:
                 cold = [position for position in walk.cold if position < known]
             if cold:  # first of all: the disk takes longest
@@ -148,6 +147,18 @@ class Retrieve:
             return rows
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
+
+    def _judge(
+        self, refs: Sequence[ChunkRef], walk: PromptWalk, answers: Sequence[Presence], asked_ns: int, now_ns: int
+    ) -> tuple[int, str | None]:
+        """How many of the walk's chunks may be served, and why the next one may not."""
+        core, state = self._core, self._core.state
+        writable = core.disk.health.writable
+        with core.lock, core.step:
+            known, miss = reading.judge_presence(state, refs, walk, answers, asked_ns, now_ns, writable=writable)
+            if known < len(walk.entries) and state.jobs.ready:
+                core.wake()
+        return known, miss
 
     def _end(self, call: ActiveCall) -> None:
         """Unpin the chunks of a call, the last ones first; those that were served become the youngest."""

@@ -130,8 +130,9 @@ class Store:
             try:
                 return self._store(call, refs, ids, source, row_offset, wait_sec, first_id)
             finally:
-                with self._core.lock, self._core.step:
-                    self._core.end(call)
+                if call in self._core.state.calls:  # else it has ended with its last transition
+                    with self._core.lock, self._core.step:
+                        self._core.end(call)
 
     def _store(
         self,
@@ -157,9 +158,12 @@ class Store:
         with core.lock, core.step:
             if core.closed:
                 return Stored(0, 0)
-            state.calls.add(call)
             plan = storing.plan_store(state, refs, specs, answers, time.monotonic_ns())
-            held = 0 if plan.missing else reading.held(state, refs, layer_idxs)
+            if plan.missing:
+                state.calls.add(call)
+                held = 0
+            else:
+                held = reading.held(state, refs, layer_idxs)
         stored, missing, done = plan.stored, plan.missing, 0
         if missing:
             call.slots = []
@@ -181,6 +185,7 @@ class Store:
                     held = 0 if core.closed else reading.held(state, refs, layer_idxs)
                     if len(plan.refs) <= PIECE:
                         storing.end_store(state, plan.refs)
+                        core.end(call)
                 if len(plan.refs) > PIECE:
                     self._touch(plan.refs)
         if stored:

@@ -85,6 +85,17 @@ def _look_up(
     return None
 
 
+def nothing_to_judge(walk: PromptWalk, answers: Sequence[Presence]) -> bool:
+    """Whether all of the walk's chunks may be served and ``judge_presence`` would change nothing.
+
+    Needs no lock: a chunk that is confirmed stays so for as long as it is pinned.
+    """
+    entries = walk.entries
+    if answers.count(Presence.PRESENT) != len(entries):
+        return False
+    return not any(entry.kv is not CONFIRMED or entry.unacknowledged for entry in entries)
+
+
 def judge_presence(
     state: TierState,
     refs: Sequence[ChunkRef],
@@ -101,9 +112,7 @@ def judge_presence(
     """
     entries, miss = walk.entries, walk.miss
     present = Presence.PRESENT
-    known = len(entries)
-    if answers.count(present) != known:
-        known = next((number for number, answer in enumerate(answers) if answer is not present), known)
+    known = next((number for number, answer in enumerate(answers) if answer is not present), len(entries))
     for position, entry in enumerate(entries[:known]):
         if entry.kv is not CONFIRMED or entry.unacknowledged:
             state.confirm(entry, refs[position].kv_key, now_ns)
