@@ -178,8 +178,9 @@ def test_a_disk_that_answers_slowly_again_and_again_is_taken_offline_by_what_cal
             return super().preadv(*args)
 
     disk = Slow()
-    with opened(tmp_path, files=disk, chunks=64, read_timeout_sec=2.5) as store:
-        p, x = on_disk(store, 48)
+    # One read of a file takes two or three of these; what takes longer than the limit by itself is another case.
+    with opened(tmp_path, files=disk, chunks=96, read_timeout_sec=4.5) as store:
+        p, x = on_disk(store, 80)
         disk.seconds = 0.6
         for _ in range(3):
             store.debug.evict_clean()
