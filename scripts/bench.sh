@@ -4,6 +4,7 @@
 #   scripts/bench.sh [--docs]    all subjects, some 35 minutes; --docs writes docs/performance.md and its appendix
 #   scripts/bench.sh --render    writes these again from what was measured last
 #   scripts/bench.sh --quick     a sign of life of each subject, under three minutes (CI)
+#   scripts/bench.sh --only callers --real-time         small calls, as root, on a machine that has other work
 #   scripts/bench.sh --only hot,cold --dir /nvme/tmp --vllm-python /opt/vllm/bin/python
 #
 # Uses the environment of scripts/test.sh; run that first. The full size wants a quiet machine with two cores, 8 GB of
