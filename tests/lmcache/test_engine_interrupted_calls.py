@@ -12,7 +12,7 @@ import torch
 
 from tests.support.engines import CHUNK, Engine, make_config
 from tests.support.figures import tell
-from tests.support.interrupts import InterruptedThread
+from tests.support.interrupts import InterruptedThread, run_interrupted
 from tests.support.prompts import check_balance, honest_rows
 from tests.support.waiting import wait_until
 
@@ -70,9 +70,7 @@ def test_calls_of_lmcaches_interface_that_are_interrupted_leak_nothing(tmp_path:
             engine.store_kv(tokens)
         caller, store = Caller(engine), engine.store
         thread = InterruptedThread(caller.step, seed=1)
-        thread.run(SECONDS)
-        if thread.problems:
-            raise thread.problems[0]
+        run_interrupted([thread], SECONDS)
         wait_until(lambda: not store.debug.active_calls() and not store.debug.busy())
         assert store.flush(20) == 0
         wait_until(lambda: not store.debug.busy())

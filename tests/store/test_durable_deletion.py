@@ -40,8 +40,8 @@ from tests.support.prompts import CHUNK, IDENT, LAYER_BYTES, Prompt, rows, setti
 store = TieredStore(settings(Path(sys.argv[1])), 64 * LAYER_BYTES, IDENT)
 prompts = [Prompt(tokens(8, seed)) for seed in range(40)]
 for p in prompts:
-    store.store(p.refs, p.bytes, {0: rows(8 * CHUNK, seed=1)})
-assert store.flush(30) == 0
+    assert store.store(p.refs, p.bytes, {0: rows(8 * CHUNK, seed=1)}) == 8
+    assert store.flush(30) == 0  # a slow disk shall not make a later prompt find no room
 {delete}
 print("deleted", flush=True)
 os.kill(os.getpid(), 9)
@@ -155,6 +155,33 @@ def test_a_write_that_is_under_way_when_all_is_cleared_leaves_no_file(tmp_path: 
         wait_until(lambda: store.flush(5) == 0)
         assert len(chunk_files(tmp_path)) == 4
         check_balance(store)
+
+
+def test_a_write_whose_directory_a_clear_takes_away_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    class ClearedMeanwhile(FaultyDisk):
+        store: TieredStore | None = None
+
+        def mkdir(self, path: str, mode: int = 0o777) -> None:
+            os.mkdir(path, mode)
+            store, self.store = self.store, None
+            if store is not None:
+                store.clear()
+
+    disk = ClearedMeanwhile()
+    with opened(tmp_path, files=disk) as store:
+        disk.store = store
+        p, x = prompt(1), rows(CHUNK)
+        assert store.store(p.refs, p.bytes, {0: x}) == 1
+        assert store.flush(10) == 0
+        wait_until(lambda: not store.debug.busy())
+        assert disk.store is None, "or this is no test of anything"
+        assert store.stats()["cold_state"] == "online"
+        assert store.stats()["errors_write"] == 0
+        assert store.retrieve(p.refs, [0]) == {}, "it was cleared"
+        assert store.store(p.refs, p.bytes, {0: x}) == 1
+        assert store.flush(10) == 0
+        assert store.demote(p.names) == 1
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
 
 
 @pytest.mark.timing

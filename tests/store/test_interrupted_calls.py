@@ -22,7 +22,7 @@ from lmcache_hs_backend.tiers.flows.retrieve_chunks import Retrieve
 from lmcache_hs_backend.tiers.memory import copies
 from lmcache_hs_backend.tiers.memory.copies import SharedCopies
 from tests.support.figures import tell
-from tests.support.interrupts import Interrupt, InterruptAt, InterruptedThread
+from tests.support.interrupts import Interrupt, InterruptAt, InterruptedThread, run_interrupted
 from tests.support.prompts import HIDDEN, LAYER_BYTES, Prompt, check_balance, honest_rows, opened, tokens
 from tests.support.sharing import MODEL
 from tests.support.waiting import wait_until
@@ -140,14 +140,7 @@ def test_calls_that_are_interrupted_at_random_leak_nothing(tmp_path: Path, archi
     with opened(tmp_path, chunks=POOL, layers=len(LAYERS), write_back_sec=0.01, read_timeout_sec=3, **changes) as store:
         callers = [Caller(store, seed) for seed in range(2)]
         threads = [InterruptedThread(caller.step, seed) for seed, caller in enumerate(callers)]
-        runs = [threading.Thread(target=thread.run, args=(SECONDS,)) for thread in threads]
-        for run in runs:
-            run.start()
-        for run in runs:
-            run.join()
-        for thread in threads:
-            if thread.problems:
-                raise thread.problems[0]
+        run_interrupted(threads, SECONDS)
         check_at_rest(store)
         interrupts, calls = sum(t.interrupts for t in threads), sum(sum(c.calls.values()) for c in callers)
         stats = store.stats()
@@ -164,9 +157,7 @@ def test_calls_that_are_interrupted_at_random_leak_nothing_of_a_shared_tier_eith
     with opened(tmp_path / "cold", chunks=POOL, layers=len(LAYERS), ident=MODEL, **changes) as store:
         caller = Caller(store, 9)
         thread = InterruptedThread(caller.step, 9)
-        thread.run(SECONDS)
-        if thread.problems:
-            raise thread.problems[0]
+        run_interrupted([thread], SECONDS)
         wait_until(lambda: not store.debug.active_calls() and not store.debug.busy())
         assert store.check() == []
         for number, one in enumerate(PROMPTS):
@@ -376,7 +367,7 @@ def test_whoever_waits_for_a_bell_is_woken_and_leaves_nothing() -> None:
 def test_a_thread_that_is_interrupted_while_it_waits_stops_no_other() -> None:
     latch = Latch()
     thread = InterruptedThread(lambda: latch.wait(0.01), seed=3, longest_sec=0.002)
-    thread.run(0.5)
+    run_interrupted([thread], 0.5)
     assert thread.interrupts
     waiting = threading.Thread(target=latch.wait, args=(20,))
     waiting.start()

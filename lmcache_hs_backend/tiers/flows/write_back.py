@@ -170,6 +170,8 @@ class WriteBack:
                     raise
                 return None
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and entry.dropped and not archived:
+                return None  # a clear has just moved its directory away: that is not the disk's fault
             if error.errno == errno.EFBIG:  # a limit on the size of one file: no room will ever change that
                 raise NoRoom(forever=True) from None
             if error.errno in NO_SPACE:
