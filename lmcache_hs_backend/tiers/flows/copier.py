@@ -61,7 +61,7 @@ class Copier:
         """
         if rows.is_cpu and self._move_in(rows, moves):
             return
-        pairs = copy_pairs(self._arena, rows.detach(), moves)
+        pairs = copy_pairs(self._arena.rows_at, rows.detach(), moves)
         if rows.is_cuda:
             stream = self._stream(rows.device)
             stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -96,15 +96,8 @@ class Copier:
 
         ``reading``: I/O threads read for the caller, who keeps out of their way.
         """
-        to_read = self._arena.rows_to_read
-        pairs = [
-            (
-                rows if tokens == rows.shape[0] else rows[row : row + tokens],
-                to_read(offset, tokens, spec.hidden_dim, spec.dtype),
-            )
-            for rows, moves in parts
-            for row, tokens, offset, spec in runs_of(moves)
-        ]
+        slot_rows = self._arena.rows_to_read
+        pairs = [pair for rows, moves in parts for pair in copy_pairs(slot_rows, rows, moves)]
         if pairs:
             self.copy(pairs, reading=reading)
 

@@ -186,19 +186,12 @@ def alone() -> Iterator[None]:
 
 def copy_without_team(pairs: Sequence[CopyPair]) -> None:
     """Copy each pair on the calling thread alone, in the mode of inference that it is in. For a few small copies."""
-    runtimes = _runtimes()
-    if not runtimes:
+    if not _runtimes():
         copy_all(pairs)
         return
-    threads = torch.get_num_threads()
-    try:
-        for runtime in runtimes:
-            runtime.omp_set_num_threads(1)
+    with alone():
         for target, source in pairs:
             target.copy_(source)
-    finally:
-        for runtime in runtimes:
-            runtime.omp_set_num_threads(threads)
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:

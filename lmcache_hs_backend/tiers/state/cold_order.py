@@ -59,9 +59,9 @@ class ColdOrder:
             entry.older = entry.younger = None
 
     def touch(self, entry: ChunkEntry) -> None:
-        """A chunk that is here becomes the youngest. Written out, as every hit does it for each of its chunks."""
+        """A chunk becomes the youngest, if it is here. Written out, as every hit does it for each of its chunks."""
         end, older, younger = self.end, entry.older, entry.younger
-        if younger is end:
+        if younger is None or younger is end:
             return
         if entry is self._next:
             self._next = younger

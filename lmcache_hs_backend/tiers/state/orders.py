@@ -179,12 +179,11 @@ class Orders:
             self._used_early.append(entry)
         else:
             entry.used_ns = used_ns
-        if entry.older is not None:
-            self.cold.touch(entry)
+        self.cold.touch(entry)
 
     def all_dated(self) -> None:
         """That was the last of them: those that were used before they had a date are the youngest."""
         used, self._used_early = self._used_early, []
         for entry in sorted(used, key=lambda entry: entry.used_ns):
-            if not entry.dropped and entry.older is not None:
+            if not entry.dropped:
                 self.cold.touch(entry)
