@@ -42,6 +42,7 @@ from lmcache_hs_backend.tiers.flows.clear import Clear
 from lmcache_hs_backend.tiers.flows.closing import Closing, end_threads
 from lmcache_hs_backend.tiers.flows.copier import Copier
 from lmcache_hs_backend.tiers.flows.core import Core, all_present
+from lmcache_hs_backend.tiers.flows.drop_chunks import DropChunks
 from lmcache_hs_backend.tiers.flows.gauges import gauges, publish
 from lmcache_hs_backend.tiers.flows.interrupted import InterruptedCalls
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor, IoThreads
@@ -50,14 +51,14 @@ from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.flows.opening import Opening
 from lmcache_hs_backend.tiers.flows.read import HeaderJob, Headers, ReadJob, Reads
 from lmcache_hs_backend.tiers.flows.retrieve_chunks import Outputs, Retrieve
-from lmcache_hs_backend.tiers.flows.store_chunks import RowSource, Store, Stored, TensorRows
+from lmcache_hs_backend.tiers.flows.store_call import RowSource
+from lmcache_hs_backend.tiers.flows.store_chunks import Store, Stored, TensorRows
 from lmcache_hs_backend.tiers.flows.touch import touch_first, touch_rest
 from lmcache_hs_backend.tiers.flows.write_back import WriteBack
 from lmcache_hs_backend.tiers.memory.arena import MapMemory, map_memory
 from lmcache_hs_backend.tiers.memory.dtypes import checked_rows
-from lmcache_hs_backend.tiers.state import making_room, reading
+from lmcache_hs_backend.tiers.state import reading
 from lmcache_hs_backend.tiers.state.checking import check
-from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class TieredStore:
             namespace.close()
             raise
         self._copier, self._clear, self._neighbours = Copier(core.arena, io), Clear(core, io), Neighbours(core, files)
-        self._room = MakeRoom(core, files, self._neighbours)
+        self._room, self._drop = MakeRoom(core, files, self._neighbours), DropChunks(core)
         interrupted = InterruptedCalls(core, io)
         self._chores = Chores(core, self._clear, interrupted)
         headers, reads = Headers(core), Reads(core)
@@ -335,7 +336,7 @@ class TieredStore:
     def touch(self, names: Sequence[bytes]) -> None:
         """Mark the chunks of a sequence as just used, the first one as youngest. Unknown names are ignored."""
         core = self._core
-        for piece in core.pieces(names, from_end=True):
+        for piece in core.pieces(names, from_end=True, own=0):
             with core.lock, core.step:
                 if not core.closed:
                     entries = core.state.entries
@@ -411,16 +412,11 @@ class TieredStore:
 
         For a writer that reads nothing back and would otherwise fill RAM.
         """
-        demoted = 0
-        for piece in self._core.pieces(list(names)):
-            with self._core.lock, self._core.step:
-                demoted += making_room.demote(self._core.state, piece)
-        return demoted
+        return self._drop.demote(names)
 
     def kv_gone(self, names: Iterable[bytes]) -> int:
         """The KV of these chunks was deleted: they leave both tiers, or go to the archive. Returns how many."""
-        writable = self._core.disk.health.writable
-        return self._drop(names, lambda entry: self._core.state.kv_gone(entry, writable=writable))
+        return self._drop.kv_gone(names)
 
     def drop(self, names: Iterable[bytes], *, durable: bool = True) -> int:
         """Delete chunks from both tiers, and return how many were here.
@@ -430,21 +426,7 @@ class TieredStore:
             durable: Wait until their files are deleted, for ``read_timeout_sec`` at most. Otherwise a process that is
                 killed before the I/O threads have come to it finds them again at its next start.
         """
-        names = list(names)
-        dropped = self._drop(names, self._core.state.drop)
-        if dropped and durable:
-            deadline = time.monotonic() + self.config.read_timeout_sec
-            core, jobs = self._core, self._core.state.jobs
-            while names:
-                with core.lock, core.step:
-                    while names and not jobs.is_busy(names[-1]):
-                        names.pop()
-                    rest = deadline - time.monotonic()
-                    if not names or rest <= 0:
-                        break
-                    ticket = core.space_freed.ticket()
-                core.space_freed.wait(ticket, min(0.05, rest))
-        return dropped
+        return self._drop.drop(names, durable=durable)
 
     def clear(self) -> int:
         """Delete every chunk from both tiers, and return how many were here. Archive and quarantine stay.
@@ -454,21 +436,6 @@ class TieredStore:
         is logged, and it is tried again until it does.
         """
         return self._clear.clear()
-
-    def _drop(self, names: Iterable[bytes], how: Callable[[ChunkEntry], None]) -> int:
-        core, dropped = self._core, 0
-        for piece in core.pieces(list(names)):
-            with core.lock, core.step:
-                if core.closed:
-                    break
-                for name in piece:
-                    entry = core.state.entries.get(name)
-                    if entry is not None:
-                        how(entry)
-                        dropped += 1
-                if core.state.jobs.ready:
-                    core.wake()
-        return dropped
 
     # -- figures ---------------------------------------------------------------------------------------
 

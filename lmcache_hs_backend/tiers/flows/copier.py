@@ -8,6 +8,7 @@ and the other members go on spinning on cores that the I/O threads then take fro
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Copier:
 
     def __init__(self, arena: Arena, io: IoThreads) -> None:
         self._arena = arena
+        self._rows_to_read = functools.partial(arena.rows_at, to_read=True)
         self._io = io
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shared: set[SharedCopies] = set()  # under way, or left by a caller who was interrupted
@@ -77,7 +79,8 @@ class Copier:
 
         Of a small store torch's own work is the larger part: views, dispatch, and with more than one thread a team.
         """
-        if rows.nbytes > (_ALONE_BYTES if torch.get_num_threads() > 1 else _TEAM_BYTES):
+        nbytes = rows.nbytes
+        if nbytes > _ALONE_BYTES and (nbytes > _TEAM_BYTES or torch.get_num_threads() > 1):
             return False  # of much, torch's way is a little faster
         source = plain_address(rows)
         if not source:
@@ -96,8 +99,7 @@ class Copier:
 
         ``reading``: I/O threads read for the caller, who keeps out of their way.
         """
-        slot_rows = self._arena.rows_to_read
-        pairs = [pair for rows, moves in parts for pair in copy_pairs(slot_rows, rows, moves)]
+        pairs = [pair for rows, moves in parts for pair in copy_pairs(self._rows_to_read, rows, moves)]
         if pairs:
             self.copy(pairs, reading=reading)
 

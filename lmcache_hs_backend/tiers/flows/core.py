@@ -188,22 +188,25 @@ class Core:
 
     # -- without the lock ------------------------------------------------------------------------------
 
-    def pieces(self, items: Sequence[T], *, from_end: bool = False) -> Iterable[Sequence[T]]:
-        """The items in parts of PIECE, each to be handled under the lock, with a break for other calls in between."""
+    def pieces(self, items: Sequence[T], *, from_end: bool = False, own: int = 1) -> Iterable[Sequence[T]]:
+        """The items in parts of PIECE, each to be handled under the lock, with a break for other calls in between.
+
+        ``own``: see ``make_a_break``.
+        """
         if len(items) <= PIECE:
             return (items,) if items else ()
-        return self._parts(items, from_end)
+        return self._parts(items, from_end, own)
 
-    def _parts(self, items: Sequence[T], from_end: bool) -> Iterator[Sequence[T]]:
+    def _parts(self, items: Sequence[T], from_end: bool, own: int) -> Iterator[Sequence[T]]:
         begins = range(0, len(items), PIECE)
         for number, begin in enumerate(reversed(begins) if from_end else begins):
             if number:
-                self.make_a_break()
+                self.make_a_break(own)
             yield items[begin : begin + PIECE]
 
-    def make_a_break(self) -> None:
-        """Let other calls have the lock, if there are any."""
-        if self.callers > 1:
+    def make_a_break(self, own: int = 1) -> None:
+        """Let other calls have the lock, if there are any. ``own``: how many of ``callers`` are the one that asks."""
+        if self.callers > own:
             time.sleep(_BREAK_SEC)
 
     def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:

@@ -74,6 +74,7 @@ class Arena:
         self._view = map_bytes(capacity)
         with torch.inference_mode(False):  # a store that is opened, or first used, within it shall not be bound to it
             self._base = torch.frombuffer(self._view, dtype=torch.uint8)
+        self._address = self._base.data_ptr()
         self._typed: dict[str, torch.Tensor] = {}
         self._readable: dict[str, torch.Tensor] = {}
 
@@ -129,26 +130,22 @@ class Arena:
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Fill a slot, or a run of adjacent slots, from another address of this process; see ``copies.move_bytes``."""
-        base = self._base  # keeps the mapping, should it be released now
-        if offset + nbytes > base.nbytes:
+        view = self._view  # keeps the mapping, should it be released now
+        if offset + nbytes > len(view):
             raise ValueError("the slot is not in this memory, or it was released")
-        move_bytes(base.data_ptr() + offset, source, nbytes)
+        move_bytes(self._address + offset, source, nbytes)
 
-    def rows_at(self, offset: int, num_tokens: int, hidden_dim: int, dtype: str) -> torch.Tensor:
-        """The rows of a slot, or of a run of adjacent slots: ``[num_tokens, hidden_dim]`` of ``dtype`` ("BF16", …)."""
-        typed = self._typed.get(dtype)
+    def rows_at(
+        self, offset: int, num_tokens: int, hidden_dim: int, dtype: str, *, to_read: bool = False
+    ) -> torch.Tensor:
+        """The rows of a slot, or of a run of adjacent slots: ``[num_tokens, hidden_dim]`` of ``dtype`` ("BF16", …).
+
+        ``to_read``: they are copied from only. Then it is an inference tensor, which is a view in less time.
+        """
+        views = self._readable if to_read else self._typed
+        typed = views.get(dtype)
         if typed is None:
-            with torch.inference_mode(False):
-                typed = self._typed[dtype] = self._base.view(TORCH_DTYPES[dtype])
+            with torch.inference_mode(to_read):
+                typed = views[dtype] = torch.frombuffer(self._view, dtype=TORCH_DTYPES[dtype])
         # One call into torch instead of two: it is on the way of every chunk.
-        return typed.as_strided((num_tokens, hidden_dim), (hidden_dim, 1), offset // typed.itemsize)
-
-    def rows_to_read(self, offset: int, num_tokens: int, hidden_dim: int, dtype: str) -> torch.Tensor:
-        """The same rows, to be copied from only: an inference tensor, which is a view in less time."""
-        typed = self._readable.get(dtype)
-        if typed is None:
-            with torch.inference_mode():
-                typed = self._readable[dtype] = torch.frombuffer(self._view, dtype=torch.uint8).view(
-                    TORCH_DTYPES[dtype]
-                )
         return typed.as_strided((num_tokens, hidden_dim), (hidden_dim, 1), offset // typed.itemsize)

@@ -15,7 +15,7 @@ from lmcache_hs_backend.tiers.memory.copies import CopyPair
 #: Rows of one layer of one chunk on their way between a tensor and a slot: the first row in the tensor, how many, and
 #: the slot as ``(offset, nbytes, spec)``.
 Move = tuple[int, int, tuple[int, int, LayerSpec]]
-#: ``Arena.rows_at``, or ``rows_to_read`` where they are only copied from: offset, tokens, hidden size, dtype.
+#: ``Arena.rows_at``: offset, tokens, hidden size, dtype.
 SlotRows = Callable[[int, int, int, str], torch.Tensor]
 
 

@@ -38,13 +38,6 @@ class ColdOrder:
             yield entry
             entry = entry.younger
 
-    def __reversed__(self) -> Iterator[ChunkEntry]:
-        end = self.end
-        entry = end.older
-        while entry is not end:
-            yield entry
-            entry = entry.older
-
     def add(self, entry: ChunkEntry) -> None:
         """A chunk becomes the youngest, unless it has a place already."""
         if entry.older is None:
