@@ -399,7 +399,8 @@ class TieredHiddenStateStore:
             ((start, end, self._kept_as(key).to_string(), key.chunk_hash_hex, key) for start, end, key in chunks), ids
         )
         given = list(token_ids) if len(refs) <= _FEW_CHUNKS else None
-        self._last_prompt = _HashedPrompt(given, ids, copy.deepcopy(request_configs), refs)
+        tags = request_configs if request_configs is None else copy.deepcopy(request_configs)
+        self._last_prompt = _HashedPrompt(given, ids, tags, refs)
         return refs
 
     def _token_bytes(self, token_ids: TokenIds) -> bytes:

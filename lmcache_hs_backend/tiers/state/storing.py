@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache_hs_backend.chunk import ChunkRef, LayerSpec, Presence
@@ -30,37 +30,63 @@ class MissingLayers(NamedTuple):
         return sum([slot_bytes(spec, self.ref.num_tokens) for spec in self.specs])
 
 
-@dataclass
+def needs(missing: Sequence[MissingLayers]) -> list[tuple[int, Sequence[LayerSpec]]]:
+    """What they need, as ``making_room.allocate`` takes it."""
+    return [(one.ref.end - one.ref.start, one.specs) for one in missing]
+
+
+@dataclass(slots=True)
 class StorePlan:
     """What a call of store has to do."""
 
     refs: Sequence[ChunkRef]  # up to the first chunk that cannot be stored
-    missing: list[MissingLayers]
-    stored: int  # chunks that count as stored already
-    epoch: int  # rows of a call that began before a clear are not kept
+    specs: Sequence[LayerSpec]
+    answers: Sequence[Presence]  # of LMCache, one for each chunk
     seen_ns: int  # when the KV of chunks that are present was seen (monotonic)
+    epoch: int  # rows of a call that began before a clear are not kept
+    missing: list[MissingLayers] = field(default_factory=list)
+    stored: int = 0  # chunks that count as stored already
+    planned: int = 0  # of so many of ``refs``, from the first on, it is known what is new
 
 
 def plan_store(
-    state: TierState, refs: Sequence[ChunkRef], specs: Sequence[LayerSpec], answers: Sequence[Presence], now_ns: int
+    state: TierState,
+    refs: Sequence[ChunkRef],
+    specs: Sequence[LayerSpec],
+    answers: Sequence[Presence],
+    now_ns: int,
+    most: int | None = None,
 ) -> StorePlan:
     """What of these chunks is new. ``answers``: of LMCache, one for each; ``now_ns``: monotonic.
 
+    ``most``: begin with so many of them, and go on with ``plan_more``. None: all of them.
+    """
+    plan = StorePlan(refs, specs, answers, now_ns, state.epoch)
+    plan_more(state, plan, len(refs) if most is None else most)
+    return plan
+
+
+def plan_more(state: TierState, plan: StorePlan, most: int) -> None:
+    """Go on with a plan, by ``most`` chunks at most.
+
     Chunks whose KV is present are confirmed. Chunks that are here already become the youngest.
     """
-    entries, missing, stored = state.entries, [], 0
-    layer_idxs = frozenset([spec.layer_idx for spec in specs])
+    entries, missing, specs, now_ns = state.entries, plan.missing, plan.specs, plan.seen_ns
+    layer_idxs: frozenset[int] | None = None
     seen = Presence.PRESENT
     known = []
-    for number, (ref, answer) in enumerate(zip(refs, answers, strict=True)):
+    begin = plan.planned
+    plan.planned = end = min(begin + most, len(plan.refs))
+    for number in range(begin, end):
+        ref, present = plan.refs[number], plan.answers[number] is seen
         entry = entries.get(ref.name)
-        present = answer is seen
         if entry is None or not entry.prefix:
             missing.append(MissingLayers(ref, specs, present, counted=False))
             continue
         if entry.prefix != ref.prefix or entry.num_tokens != ref.end - ref.start:
-            state.tally.loss("collision", len(refs) - number)
-            refs = refs[:number]
+            state.tally.loss("collision", len(plan.refs) - number)
+            plan.refs = plan.refs[:number]
+            plan.planned = number
             break
         new, reshaped = [], False
         for spec in specs:
@@ -80,13 +106,14 @@ def plan_store(
         known.append(entry)
         counted = False
         if entry.unacknowledged:
+            layer_idxs = layer_idxs or frozenset([spec.layer_idx for spec in specs])
             counted = bool(entry.unacknowledged & layer_idxs)
             entry.unacknowledged -= layer_idxs
-            stored += counted
+            plan.stored += counted
         if new and len(new) + len(entry.layer_idxs()) <= MAX_LAYERS:
             missing.append(MissingLayers(ref, new, present, counted))
-    state.orders.touch(known)  # what this prompt already has shall not leave to make room for its rest
-    return StorePlan(refs, missing, stored, state.epoch, now_ns)
+    if known:
+        state.orders.touch(known)  # what this prompt already has shall not leave to make room for its rest
 
 
 def commit_store(
