@@ -4,69 +4,69 @@ A row is a dict. The first of these columns that is not empty is used (``RowEnco
 
 1. turns: ``messages``, ``conversations``, ``conversation``, ``dialog``, ``dialogue``, ``turns``, or a list under
    ``prompt``;
-2. token ids: ``input_ids``, ``prompt_token_ids``, with ``loss_mask``, ``assistant_masks`` or ``labels`` (-100: no loss)
-   if they are there; without one, every token is trained on;
+2. token ids: ``input_ids``, ``prompt_token_ids``, without the padding that ``attention_mask`` names; a token is
+   trained on where ``loss_mask``, ``assistant_masks``, ``completion_mask`` and ``labels`` (-100: no loss), as far as
+   the row has them, all say so; without one, every token is;
 3. text: ``prompt``, given to the model as it is, without the chat template; with ``completion``, both together.
 
 **Turns** reach ``apply_chat_template`` as they are, with the row's ``tools`` and ``chat_template_kwargs``. What is
 changed: roles that exports spell differently (``human``, ``gpt``, ``chatgpt``, …), ``from``/``value`` for
-``role``/``content``, turns that are JSON in a text, a ShareGPT ``function_call`` (it becomes ``tool_calls``), a
-``system`` column (it becomes the first turn), content of text parts (it becomes their text, joined by newlines, as
-vLLM's server does), and keys whose value is null (they are dropped, except ``content``). A role that is not known, or a
-part that is not text, is a ``BadRow``: it never becomes a header.
+``role``/``content``, turns, tools and calls that are JSON in a text, one list for each key of the turns, a ShareGPT
+``function_call`` (it becomes ``tool_calls``), a ``system`` column (it becomes the first turn), content of text parts
+where the template reads no parts (it becomes their text, joined by newlines, as vLLM's server does; where a template
+reads parts only, text becomes one), and keys whose value is null and empty ``tool_calls`` (they are dropped;
+``content`` that is null stays, but where the template would write the word None). A role that is not known, or a part
+that is not text, is a ``BadRow``: it never becomes a header. So is a turn or a call that the template leaves out; what
+else it leaves out is in ``EncodedRow.remarks`` (``left_out``).
+
+Templates that write the date get that of the run's start (``today``), so that a row is the same row on the next day.
 
 A conversation that ends with the assistant is ``complete``: it is only read. Any other is answered by the model, and
 gets the generation prompt.
 
 **Spans.** Of a complete conversation the assistant's turns are trained on, from the first token that holds a character
-of theirs to the token that ends the turn. A template with ``{% generation %}`` says itself which text that is
-(transformers' ``return_assistant_tokens_mask``). With any other, each turn's text is found by rendering:
+of theirs to the token that ends the turn; not those that say they are not (``weight`` 0, ``train`` or ``loss`` false).
+A template with ``{% generation %}`` says itself which text that is (transformers' ``return_assistant_tokens_mask``).
+With any other, each turn's text is found by rendering:
 
 - it begins where the rendering of the turns before it, with the generation prompt, ends: that is what the model is
   given;
 - it ends where the rendering up to and with this turn ends, less white space after a special token;
 - where these are no beginnings of the whole text (templates that render a turn differently when more follows), the
-  whole conversation is rendered with another answer in the turn's place, and what differs is the turn's;
+  whole conversation is rendered with another answer in the turn's place, and what differs is the turn's, unless it
+  changes with the turns beside it as well;
 - a special token that follows directly is the one that ends the turn.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from lmcache_hs_backend.capture.spans import runs, token_spans
+from lmcache_hs_backend.capture.left_out import left_out
+from lmcache_hs_backend.capture.render import Renderer
+from lmcache_hs_backend.capture.spans import minus, runs, token_spans
+from lmcache_hs_backend.capture.turn_spans import TurnFinder
+from lmcache_hs_backend.capture.turns import (
+    SYSTEM_COLUMNS,
+    BadRow,
+    Chat,
+    chat_of,
+    kind,
+    turns_in_columns,
+    turns_in_text,
+)  # fmt: skip
+from lmcache_hs_backend.dataset.given_ids import MASK_COLUMNS, PADDING, flat, given_mask, ids_of, unpadded
 from lmcache_hs_backend.format.request_log import Spans
+
+__all__ = ["MASK_COLUMNS", "SYSTEM_COLUMNS", "BadRow", "EncodedRow", "RowEncoder"]
 
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
 ID_COLUMNS = ("input_ids", "prompt_token_ids")
-MASK_COLUMNS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask")
 #: Columns that hold an answer to ``prompt`` in public sets. Answering the prompt anew beside one would be a guess.
 ANSWER_COLUMNS = ("response", "responses", "answer", "answers", "output", "chosen", "solution")
-SYSTEM_COLUMNS = ("system", "system_prompt")
-
-#: How exports spell a role, in lower case. GPT's versions are matched by ``_GPT``.
-ROLES = {
-    "user": ("user", "human", "prompter"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bard", "bing", "claude", "model", "bot", "ai"),
-    "system": ("system",),
-    "developer": ("developer",),
-    "tool": ("tool", "observation", "function_response", "tool_response", "function-response"),
-    "function": ("function",),
-    "ipython": ("ipython",),
-}
-_ROLE = {spelling: role for role, spellings in ROLES.items() for spelling in spellings}
-_GPT = re.compile(r"(chat)?gpt[-_ ]?[0-9][\w.-]*")
-_CALLS = ("function_call", "function-call", "tool_call")  # ShareGPT roles of a turn that is a call, as JSON
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NO_LABEL = -100
-
-
-class BadRow(Exception):
-    """A row that cannot be captured. The text is the reason, in words."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class EncodedRow:
     """A row as tokens.
 
     ``complete``: it has its answer, and is only read. ``loss_spans``: what to train on; None for a row that is to be
-    answered: its answer is. ``cut_from``: how many tokens it had before it was cut; None: it was not.
+    answered: its answer is. ``cut_from``: how many tokens it had before it was cut; None: it was not. ``remarks``: what
+    the chat template makes of it that should be known, by the names of ``left_out.REMARKS``.
     """
 
     token_ids: list[int]
@@ -83,6 +84,7 @@ class EncodedRow:
     cut_from: int | None
     column: str
     beside: tuple[str, ...]  # columns that could have been used instead
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,6 @@ class _Text:
     text: str
     wanted: list[tuple[int, int]] | None
     special: bool  # the tokenizer adds its special tokens: the text has none of a template's
-
-
-@dataclass(frozen=True)
-class _Chat:
-    """A conversation and what else its template gets."""
-
-    turns: list[dict[str, Any]]
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class RowEncoder:
@@ -116,6 +110,8 @@ class RowEncoder:
         prompts_as_turns: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_arguments: bool = False,
+        today: datetime | None = None,
     ) -> None:
         """Take what is the same for all rows.
 
@@ -129,6 +125,9 @@ class RowEncoder:
             prompts_as_turns: Text under ``prompt`` is a user's turn.
             chat_template: A Jinja template in place of the tokenizer's own.
             chat_template_kwargs: Arguments of the template for every row; a row's own win.
+            parse_arguments: Arguments of tool calls that are JSON text become what the text says, as vLLM's server
+                has them.
+            today: What templates write that write the date; now by default.
         """
         self._tokenizer = tokenizer
         self._max_id = max_id
@@ -136,23 +135,24 @@ class RowEncoder:
         self._cut = cut
         self._column = column
         self._prompts_as_turns = prompts_as_turns
-        self._template = chat_template
         self._arguments = dict(chat_template_kwargs or {})
-        specials = sorted(
-            (token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True
-        )
-        any_special = "|".join(map(re.escape, specials)) or r"(?!)"
-        self._special = re.compile(any_special)
-        self._closed = re.compile(rf"({any_special})\s*\Z")
-        self._closing = re.compile(rf"\s*(?:{any_special})")
+        self._parse_arguments = parse_arguments
+        self._renderer = Renderer(tokenizer, chat_template, today or datetime.now())
+        self._finder = TurnFinder(tokenizer, self._renderer)
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether the chat template has written the date into a row that could have named one (``date_string``)."""
+        return self._renderer.writes_date and "date_string" not in self._arguments
 
     def encode(self, row: object) -> EncodedRow:
         """Raises BadRow."""
         if not isinstance(row, dict):
-            raise BadRow(f"the row is {_kind(row)}, not an object with columns")
+            raise BadRow(f"the row is {kind(row)}, not an object with columns")
         column, beside = self._choose(row)
         spans: Spans | None
         value = row[column]
+        remarks: tuple[str, ...] = ()
         if column in ID_COLUMNS or (column == self._column and _is_ids(value)):
             ids, spans = _given_ids(row, column)
             complete = True
@@ -163,7 +163,9 @@ class RowEncoder:
                 complete = spans is not None
             else:
                 complete = source.turns[-1]["role"] == "assistant"
-                ids, spans = self._conversation(source, complete)
+                if not complete:
+                    self._check_answers(row, column)
+                ids, spans, remarks = self._conversation(source, complete)
         if not ids:
             raise BadRow(f"{column} is empty: there is no token")
         low, high = min(ids), max(ids)
@@ -172,7 +174,7 @@ class RowEncoder:
             raise BadRow(f"token id {wrong} is not one of the model's, whose largest is {self._max_id}")
         count = len(ids)
         if self.max_tokens is None or count <= self.max_tokens:
-            return EncodedRow(ids, complete, spans, None, column, beside)
+            return EncodedRow(ids, complete, spans, None, column, beside, remarks)
         if not self._cut:
             raise BadRow(
                 f"{count:,} tokens, max_model_len {self.max_tokens + 1}: too long (--too-long cut would cut it)"
@@ -182,7 +184,7 @@ class RowEncoder:
                 f"{count:,} tokens, max_model_len {self.max_tokens + 1}: a prompt to be answered cannot be cut"
             )
         kept = tuple((begin, min(end, self.max_tokens)) for begin, end in spans if begin < self.max_tokens)
-        return EncodedRow(ids[: self.max_tokens], complete, kept, count, column, beside)
+        return EncodedRow(ids[: self.max_tokens], complete, kept, count, column, beside, remarks)
 
     # -- columns -----------------------------------------------------------------------------------------
 
@@ -203,129 +205,66 @@ class RowEncoder:
                 f"{_names(row)} (--column names one)"
             )
         if found[0] == "prompt":
-            answers = [name for name in ANSWER_COLUMNS if row.get(name)]
-            if answers:
-                raise BadRow(
-                    f"there is {answers[0]!r} beside 'prompt', and how they belong together is not known; use "
-                    f"'completion', or turns under 'messages' (--column prompt has the model answer the prompts anew)"
-                )
+            self._check_answers(row, "prompt")
         return found[0], tuple(found[1:])
 
-    def _source(self, row: dict[str, Any], column: str, value: Any) -> _Text | _Chat:
+    def _check_answers(self, row: dict[str, Any], column: str) -> None:
+        """Raises BadRow when a row that is to be answered may have its answer in another column."""
+        names = ANSWER_COLUMNS if column == "prompt" else (*ANSWER_COLUMNS, "completion")
+        answers = [name for name in names if row.get(name)]
+        if answers and self._column is None:
+            raise BadRow(
+                f"there is {answers[0]!r} beside {column!r}, and how they belong together is not known; use "
+                f"'completion' beside 'prompt', or turns that end with the answer under 'messages' (--column {column} "
+                f"has the model answer anew)"
+            )
+
+    def _source(self, row: dict[str, Any], column: str, value: Any) -> _Text | Chat:
         completion = row.get("completion") if column == "prompt" else None
+        if completion is not None and not completion:
+            raise BadRow("completion is empty (without one, the model answers the prompt)")
         if isinstance(value, str) and column in TURN_COLUMNS and column != self._column:
-            value = _turns_in_text(column, value)
+            value = turns_in_text(column, value)
+        value = turns_in_columns(value)
         if isinstance(value, str):
             if not value:
                 raise BadRow(f"{column} is empty")
             if completion is not None and not isinstance(completion, str):
-                raise BadRow(f"prompt is text, but completion is {_kind(completion)}")
+                raise BadRow(f"prompt is text, but completion is {kind(completion)}")
             if not self._prompts_as_turns:
                 text = value + (completion or "")
                 return _Text(text, None if not completion else [(len(value), len(text))], special=True)
             value = [{"role": "user", "content": value}]
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
+        if completion is not None and not isinstance(completion, list | tuple):
+            raise BadRow(f"prompt is turns, but completion is {kind(completion)}")
         if not isinstance(value, list | tuple):
-            raise BadRow(f"{column} is {_kind(value)}, neither turns nor text")
-        turns = [_turn(number, turn) for number, turn in enumerate([*value, *(completion or [])], 1)]
-        if not turns:
+            raise BadRow(f"{column} is {kind(value)}, neither turns nor text")
+        if not value:
             raise BadRow(f"{column} has no turns")
-        return _Chat(_with_system(row, turns), self._arguments | _row_arguments(row))
-
-    # -- rendering ---------------------------------------------------------------------------------------
-
-    def _conversation(self, chat: _Chat, complete: bool) -> tuple[list[int], Spans | None]:
-        if not complete:
-            return self._tokens(_Text(self._render(chat.turns, chat, prompt=True), None, special=False))
-        if self._has_generation_marks(chat):
-            return self._marked(chat)
-        text = self._render(chat.turns, chat)
-        wanted = [
-            self._turn_text(chat, number, text) for number, turn in enumerate(chat.turns) if turn["role"] == "assistant"
-        ]
-        return self._tokens(_Text(text, wanted, special=False))
-
-    def _render(self, turns: Sequence[dict[str, Any]], chat: _Chat, *, prompt: bool = False) -> str:
-        return str(self._apply(turns, chat, tokenize=False, add_generation_prompt=prompt))
-
-    def _apply(self, turns: Sequence[dict[str, Any]], chat: _Chat, **how: Any) -> Any:
-        """Raises BadRow with the template's own words, whatever goes wrong in it."""
-        template = {} if self._template is None else {"chat_template": self._template}
-        try:
-            return self._tokenizer.apply_chat_template(list(turns), **chat.arguments, **template, **how)
-        except Exception as error:  # noqa: BLE001 - a template is a program, and its faults are of every kind
-            raise BadRow(f"the chat template refuses the row: {error}") from None
-
-    def _try(self, turns: Sequence[dict[str, Any]], chat: _Chat, *, prompt: bool = False) -> str | None:
-        """The text of a conversation that is none of the data set's; None when the template refuses it."""
-        try:
-            return self._render(turns, chat, prompt=prompt) if turns else None
-        except BadRow:
-            return None
-
-    def _has_generation_marks(self, chat: _Chat) -> bool:
-        try:
-            template = self._template or self._tokenizer.get_chat_template(tools=chat.arguments.get("tools"))
-        except ValueError as error:
-            raise BadRow(
-                f"the row has turns, but the tokenizer has no chat template (--chat-template FILE): {error}"[:300]
-            ) from None
-        return _GENERATION.search(template) is not None
-
-    def _marked(self, chat: _Chat) -> tuple[list[int], Spans]:
-        _checked(self._render(chat.turns, chat))
-        found = self._apply(chat.turns, chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return list(found["input_ids"]), runs(found["assistant_masks"])
-
-    def _turn_text(self, chat: _Chat, number: int, text: str) -> tuple[int, int]:
-        """The characters of an assistant's turn, as far as the token that ends it. See the module's text."""
-        turns = chat.turns
-        given = self._try(turns[:number], chat, prompt=True)
-        until = text if number + 1 == len(turns) else self._try(turns[: number + 1], chat)
-        begin = end = None
-        if given is not None and text.startswith(given) and given != self._try(turns[:number], chat):
-            begin = len(given)
-        if until is not None and text.startswith(until):
-            end = len(until)
-            if begin is not None and (closed := self._closed.search(text, begin, end)):
-                return begin, closed.end(1)
-        if begin is None or end is None or end < begin:
-            other = self._replaced(chat, number, text)
-            if other is None:
-                raise BadRow(
-                    f"which text of turn {number + 1} is the assistant's does not follow from the chat template; "
-                    f"one with {{% generation %}} tells (--chat-template FILE)"
-                )
-            begin = other[0] if begin is None else begin
-            end, ended = other[1:]
-            if ended:
-                return begin, end
-        closing = self._closing.match(text, end)
-        return begin, closing.end() if closing else end
-
-    def _replaced(self, chat: _Chat, number: int, text: str) -> tuple[int, int, bool] | None:
-        """Where an assistant's turn is, by another one in its place, and whether its end token is in it."""
-        probe = "otherwise"
-        while probe in text:
-            probe += "x"
-        turn = chat.turns[number]
-        for other in ({"role": "assistant", "content": probe}, {**turn, "content": probe}):
-            rendered = self._try([*chat.turns[:number], other, *chat.turns[number + 1 :]], chat)
-            if rendered is None or rendered.count(probe) != 1:
-                continue
-            head, tail = rendered.split(probe)
-            begin = _common(text, head)
-            end = len(text) - _common(text[::-1], tail[::-1])
-            if not text.endswith(tail):  # another token ends this turn: it is in what differs, at least in part
-                for special in self._special.finditer(text, begin):
-                    if special.start() < end <= special.end():
-                        return begin, special.end(), True
-            if begin <= end:
-                return begin, end, False
-        return None
+        return chat_of(row, [*value, *(completion or [])], self._arguments, parse_arguments=self._parse_arguments)
 
     # -- tokens ------------------------------------------------------------------------------------------
+
+    def _conversation(self, chat: Chat, complete: bool) -> tuple[list[int], Spans | None, tuple[str, ...]]:
+        chat, text = self._renderer.text_of(chat, prompt=not complete)
+        marked = complete and self._renderer.has_marks(chat)
+        wanted = None
+        if complete:  # with marks, what they say but for the turns that are not trained on
+            wanted = [
+                self._finder.find(chat, number, text)
+                for number, turn in enumerate(chat.turns)
+                if turn["role"] == "assistant" and (number in chat.untrained) == marked
+            ]
+        _checked(text)
+        remarks = left_out(chat, text, lambda other: self._renderer.attempt(other, prompt=not complete))
+        if not marked or wanted:
+            ids, spans = self._tokens(_Text(text, wanted, special=False))
+            if not marked:
+                return ids, spans, remarks
+        ids, trained = self._renderer.marked(chat)
+        return ids, minus(trained, spans or ()) if wanted else trained, remarks
 
     def _tokens(self, source: _Text) -> tuple[list[int], Spans | None]:
         text = _checked(source.text)
@@ -337,164 +276,25 @@ class RowEncoder:
             raise BadRow(f"which tokens are trained on cannot be determined: {error}") from None
 
 
-# -- turns -----------------------------------------------------------------------------------------------
-
-
-def _turns_in_text(column: str, text: str) -> list[Any]:
-    """Some sets keep turns as JSON in a column of text. Raises BadRow for any other text."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list):
-        raise BadRow(f"{column} is text, not a list of turns (--column {column} takes it for a prompt)")
-    return value
-
-
-def _turn(number: int, turn: object) -> dict[str, Any]:
-    """A turn with ``role`` and ``content``, and all else that it has. Raises BadRow."""
-    if not isinstance(turn, dict):
-        raise BadRow(f"turn {number} is {_kind(turn)}, not an object with a role and content")
-    spelling = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
-    if not isinstance(spelling, str):
-        raise BadRow(f"turn {number} has no role: neither 'role' nor 'from' is text in it")
-    content = next((turn[key] for key in ("content", "value") if turn.get(key) is not None), None)
-    more = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
-    name = spelling.strip().lower()
-    if name in _CALLS:
-        return {**more, "role": "assistant", "content": "", "tool_calls": _calls(number, content)}
-    role = _ROLE.get(name) or ("assistant" if _GPT.fullmatch(name) else None)
-    if role is None:
-        raise BadRow(
-            f"turn {number} has the role {spelling!r}, which is none of {', '.join(ROLES)}, and no known spelling"
-        )
-    return {"role": role, "content": _content(number, role, content, more), **more}
-
-
-def _content(number: int, role: str, content: object, more: Mapping[str, Any]) -> str | None:
-    if content is None:
-        if role == "assistant" and more.keys() & {
-            "tool_calls",
-            "function_call",
-            "reasoning_content",
-            "reasoning",
-            "thinking",
-        }:
-            return None
-        raise BadRow(f"turn {number}, the {role}'s, has no content")
-    if isinstance(content, list | tuple):
-        return "\n".join(_part(number, part) for part in content)
-    if not isinstance(content, str):
-        raise BadRow(f"turn {number}, the {role}'s, has content that is {_kind(content)}, not text")
-    return content
-
-
-def _part(number: int, part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if (
-        isinstance(part, dict)
-        and isinstance(part.get("text"), str)
-        and part.get("type", "text") in ("text", "input_text", "output_text")
-    ):
-        return str(part["text"])
-    kind = repr(part.get("type")) if isinstance(part, dict) else _kind(part)
-    raise BadRow(f"turn {number} has a content part of type {kind}, and only text can be captured")
-
-
-def _calls(number: int, content: object) -> list[dict[str, Any]]:
-    try:
-        calls: Any = json.loads(content) if isinstance(content, str) else content
-        found = [
-            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-            for call in (calls if isinstance(calls, list) else [calls])
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        found = []
-    if not found:
-        raise BadRow(f"turn {number} is a function call, but not JSON with a name and arguments")
-    return found
-
-
-def _with_system(row: dict[str, Any], turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns, with what a column of the row says as the system before them."""
-    for name in SYSTEM_COLUMNS:
-        said = row.get(name)
-        if not said:
-            continue
-        if not isinstance(said, str):
-            raise BadRow(f"{name} is {_kind(said)}, not text")
-        if turns[0]["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": said}, *turns]
-        if turns[0]["content"] != said:
-            raise BadRow(f"there is a column {name!r} and a first turn of the {turns[0]['role']}, and they differ")
-    return turns
-
-
-def _row_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row has for the template beside its turns."""
-    arguments: dict[str, Any] = {}
-    if row.get("functions") and not row.get("tools"):
-        raise BadRow("there is a column 'functions'; the chat template takes tools, under 'tools'")
-    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        value = row.get(name)
-        if isinstance(value, str) and value.strip():
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise BadRow(f"{name} is text, but no JSON: {error}") from None
-        if not value:
-            continue
-        if not isinstance(value, kind):
-            raise BadRow(f"{name} is {_kind(value)}, not a {'list' if kind is list else 'mapping'}")
-        arguments |= {"tools": value} if kind is list else value
-    return arguments
-
-
 # -- token ids that are given ----------------------------------------------------------------------------
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(type(item) is int for item in value)
-
-
-def _flat(name: str, value: Any) -> list[Any]:
-    """A list, or the one list in it: sets made of ``[1, N]`` tensors have those."""
-    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
-        value = value[0]
-    if not isinstance(value, list | tuple):
-        raise BadRow(f"{name} is {_kind(value)}, not a list of integers")
-    return list(value)
+    ids = flat(value)
+    return bool(ids) and all(type(item) is int for item in ids or ())
 
 
 def _given_ids(row: dict[str, Any], column: str) -> tuple[list[int], Spans]:
-    ids = _flat(column, row[column])
-    for item in ids:
-        if type(item) is not int:
-            raise BadRow(f"{column} has {item!r:.40}, which is no token id")
-    spans: Spans = ((0, len(ids)),) if ids else ()
-    for name in (*MASK_COLUMNS, "labels"):
-        if row.get(name) is None:
-            continue
-        mask = _flat(name, row[name])
-        if len(mask) != len(ids):
-            raise BadRow(f"{len(ids)} token ids, but {name} has {len(mask)}")
-        if name == "labels":
-            mask = [int(label != _NO_LABEL) for label in mask]
-        elif not all(value in (0, 1) for value in mask):
-            raise BadRow(f"{name} has values other than 0 and 1")
-        spans = runs(mask)
-        break
-    return ids, spans
+    try:
+        ids = ids_of(row[column], column)
+        kept = unpadded(len(ids), row.get(PADDING))
+        mask = given_mask(row, ids)
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    return ids[kept], runs([1] * len(ids[kept]) if mask is None else mask[kept])
 
 
 # -- small things ----------------------------------------------------------------------------------------
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _checked(text: str) -> str:
@@ -506,12 +306,6 @@ def _checked(text: str) -> str:
             f"the text has a lone surrogate, U+{ord(text[error.start]):04X}: half of a character that was cut in two"
         ) from None
     return text
-
-
-def _kind(value: object) -> str:
-    """What a value is, in words of JSON."""
-    kinds: list[tuple[type, str]] = [(bool, "true or false"), (str, "text"), (dict, "an object"), (list, "a list")]
-    return next((name for kind, name in kinds if isinstance(value, kind)), "null" if value is None else "a number")
 
 
 def _names(row: Mapping[str, Any]) -> str:

@@ -85,6 +85,7 @@ class Estimate:
     longest: int = 0
     columns: dict[str, int] = field(default_factory=dict)
     beside: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, int] = field(default_factory=dict)
     _seen: set[bytes] = field(default_factory=set)
 
     def add(self, row: EncodedRow, *, again: bool, done: bool) -> None:
@@ -93,6 +94,8 @@ class Estimate:
         self.columns[row.column] = self.columns.get(row.column, 0) + 1
         for name in row.beside:
             self.beside[name] = self.beside.get(name, 0) + 1
+        for name in row.remarks:
+            self.remarks[name] = self.remarks.get(name, 0) + 1
         if again:
             return
         self.different += 1

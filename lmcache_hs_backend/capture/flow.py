@@ -116,19 +116,21 @@ def survey(job: CaptureJob) -> Estimate:
     job.done, prefixes = look_at_disk(job.settings, served=job.served)
     estimate = Estimate(ChunkSizes(job.settings), job.settings.answer_tokens, job.encoder.max_tokens, prefixes)
     count = 0
-    for count, (_, row, row_id) in enumerate(_encoded(job), 1):
+    for count, (_, row, row_id) in enumerate(_encoded(job, job.view.warn), 1):
         estimate.add(row, again=row_id in job.wanted, done=row_id in job.done)
         job.wanted.add(row_id)
         if count % 100 == 0:
             job.view.reading(count)
     job.view.reading(count)
+    if not count and not job.bad:
+        raise CaptureError(f"there is no row in {', '.join(job.paths)}")
     return estimate
 
 
-def _encoded(job: CaptureJob) -> Iterator[tuple[str, EncodedRow, int]]:
-    """The good rows, with their place and id. Bad ones are noted in the job."""
+def _encoded(job: CaptureJob, note: Callable[[str], None] = lambda text: None) -> Iterator[tuple[str, EncodedRow, int]]:
+    """The good rows, with their place and id. Bad ones are noted in the job; ``note`` is told what is passed over."""
     different: set[int] = set()
-    for source in read_rows(job.paths):
+    for source in read_rows(job.paths, note):
         try:
             if source.problem:
                 raise BadRow(source.problem)
@@ -165,6 +167,7 @@ def figures(job: CaptureJob, estimate: Estimate) -> dict[str, Any]:
         "rows": estimate.rows + len(job.bad),
         "bad": len(job.bad),
         "different": estimate.different,
+        "repeated": estimate.rows - estimate.different,
         "done": estimate.done,
         "complete": estimate.complete,
         "answered": estimate.answered,
@@ -187,6 +190,7 @@ def figures(job: CaptureJob, estimate: Estimate) -> dict[str, Any]:
         "fits": fits,
         "columns": estimate.columns,
         "beside": estimate.beside,
+        "left_out": estimate.remarks,
         "warnings": settings.warnings(),
         "rejected": [bad._asdict() for bad in list(job.bad.values())[:20]],
     }

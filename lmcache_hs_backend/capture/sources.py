@@ -2,8 +2,9 @@
 
 JSONL (one object a line), a JSON array, either of them gzipped, Parquet, a folder that ``datasets`` saved, or a folder
 of such files. A UTF-8 byte order mark is passed over, and so are blank lines. Files are streamed: memory does not grow
-with them. A line that cannot be read is reported in its place, and the next ones are read; a file that cannot be
-opened, or a Parquet or ``datasets`` file that is damaged, raises ``SourceError``.
+with them. A line that cannot be read, or says a key twice, is reported in its place, and the next ones are read; a file
+that cannot be opened, or a Parquet or ``datasets`` file that is damaged, raises ``SourceError``. What is passed over, a
+file without a row or of another kind in a folder, is told to ``note``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 FILE_TYPES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet")
 
 _GZIP = b"\x1f\x8b"
-_ZSTD = b"\x28\xb5\x2f\xfd"
+#: How files begin that are none of ours, and what they are.
+_OTHERS = {
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it first (zstd -d), or use gzip",
+    b"BZh": "compressed with bzip2; unpack it first (bunzip2), or use gzip",
+    b"\xfd7zX": "compressed with xz; unpack it first (unxz), or use gzip",
+    b"PK\x03\x04": "a zip file; unpack it first (unzip)",
+    b"ARRO": "a bare Arrow file; name the folder that datasets saved it in, or write it as Parquet",
+}
 _PARQUET = b"PAR1"
 _READ_BYTES = 1 << 20
 _BATCH_ROWS = 256
@@ -42,28 +50,34 @@ class SourceRow(NamedTuple):
     problem: str = ""
 
 
-def read_rows(paths: Iterable[str]) -> Iterator[SourceRow]:
+def read_rows(paths: Iterable[str], note: Callable[[str], None] = lambda text: None) -> Iterator[SourceRow]:
     """All rows of files and folders. Raises SourceError."""
     for path in paths:
         try:
-            if os.path.isdir(path):
-                yield from _folder(path)
-            else:
-                yield from _file(path)
+            yield from _folder(path, note) if os.path.isdir(path) else _counted(path, note)
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
         except (EOFError, zlib.error) as error:
             raise SourceError(f"{path} is damaged: {error}") from None
 
 
+def _counted(path: str, note: Callable[[str], None]) -> Iterator[SourceRow]:
+    count = 0
+    for count, row in enumerate(_file(path), 1):  # noqa: B007 - counted for what follows
+        yield row
+    if not count:
+        note(f"{path} has no row")
+
+
 def _file(path: str) -> Iterator[SourceRow]:
     with open(path, "rb") as raw:
-        head = raw.read(4)
+        head = raw.read(6)
         raw.seek(0)
-        if head == _PARQUET:
+        other = next((what for begin, what in _OTHERS.items() if head.startswith(begin)), None)
+        if other is not None:
+            raise SourceError(f"{path} is {other}")
+        if head[:4] == _PARQUET:
             yield from _parquet(path)
-        elif head == _ZSTD:
-            raise SourceError(f"{path} is compressed with zstd; unpack it first (zstd -d), or use gzip")
         elif head[:2] == _GZIP:
             with gzip.open(raw, "rb") as unpacked:
                 yield from _text(path, io.BufferedReader(unpacked))
@@ -86,34 +100,56 @@ def _lines(path: str, file: BinaryIO) -> Iterator[SourceRow]:
         if not line.strip():
             continue
         try:
-            yield SourceRow(path, number, json.loads(line.decode()))
+            yield SourceRow(path, number, json.loads(line.decode(), object_pairs_hook=_object))
         except UnicodeDecodeError as error:
             bad = line[error.start]
             yield SourceRow(path, number, None, f"the line is not UTF-8: byte 0x{bad:02x} at position {error.start}")
+        except _Twice as error:
+            yield SourceRow(path, number, None, str(error))
         except (ValueError, RecursionError) as error:
             yield SourceRow(path, number, None, f"the line is not JSON: {error}")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are different: of two values for one, either would be a guess."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return made
+
+
+class _Twice(ValueError):
+    """JSON that says a key twice."""
+
+
 def _array(path: str, file: BinaryIO) -> Iterator[SourceRow]:
     """The elements of one JSON array, without having all of it in memory."""
-    decoder, text, number = json.JSONDecoder(), "", 0
+    decoder, text, number = json.JSONDecoder(object_pairs_hook=_object), "", 0
+    plain = json.JSONDecoder()
     utf8 = codecs.getincrementaldecoder("utf-8")()
     separator = "["
     ended = False
     while True:
         text = text.lstrip()
         if text.startswith("]") and number:
+            yield from _after_array(path, file, text[1:], number)
             return
         if text.startswith(separator):
             rest = text[1:].lstrip()
             if rest.startswith("]"):
+                yield from _after_array(path, file, rest[1:], number)
                 return
             try:
-                value, end = decoder.raw_decode(rest)
+                problem = ""
+                try:
+                    value, end = decoder.raw_decode(rest)
+                except _Twice as error:
+                    value, problem, end = None, str(error), plain.raw_decode(rest)[1]
                 # A number, or a word, may go on in what has not been read yet; an object, list or text is whole.
                 if ended or end < len(rest):
                     number, text, separator = number + 1, rest[end:], ","
-                    yield SourceRow(path, number, value)
+                    yield SourceRow(path, number, value, problem)
                     continue
             except ValueError as error:
                 if ended:
@@ -136,6 +172,16 @@ def _array(path: str, file: BinaryIO) -> Iterator[SourceRow]:
             return
 
 
+def _after_array(path: str, file: BinaryIO, text: str, number: int) -> Iterator[SourceRow]:
+    """What follows an array, such as another one, is not read, and that is said."""
+    while not (rest := text.lstrip()):
+        block = file.read(_READ_BYTES)
+        if not block:
+            return
+        text = block.decode(errors="replace")
+    yield SourceRow(path, number + 1, None, f"the array has ended, and {rest[:20]!r} follows; the rest is not read")
+
+
 def _parquet(path: str) -> Iterator[SourceRow]:
     pq = _need("pyarrow.parquet", path)
     import pyarrow
@@ -151,19 +197,29 @@ def _parquet(path: str) -> Iterator[SourceRow]:
         raise SourceError(f"{path} is no readable Parquet file: {error}") from None
 
 
-def _folder(path: str) -> Iterator[SourceRow]:
+def _folder(path: str, note: Callable[[str], None]) -> Iterator[SourceRow]:
     names = sorted(os.listdir(path))
+    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if "dataset_dict.json" in names:
-        splits = [name for name in names if os.path.isdir(os.path.join(path, name))]
-        raise SourceError(f"{path} has several splits; name one: {', '.join(os.path.join(path, s) for s in splits)}")
+        if len(folders) == 1:
+            yield from _folder(os.path.join(path, folders[0]), note)
+            return
+        raise SourceError(f"{path} has several splits; name one: {', '.join(os.path.join(path, s) for s in folders)}")
     if "state.json" in names and "dataset_info.json" in names:
         yield from _saved(path)
         return
-    files = [os.path.join(path, name) for name in names if name.endswith(FILE_TYPES)]
+    files = [name for name in names if name.lower().endswith(FILE_TYPES) and name not in folders]
     if not files:
-        raise SourceError(f"{path} has no data file ({', '.join(FILE_TYPES)}) and is no folder that datasets saved")
-    for file in files:
-        yield from _file(file)
+        inside = f"; name one of its folders: {', '.join(folders[:8])}" if folders else ""
+        raise SourceError(
+            f"{path} has no data file ({', '.join(FILE_TYPES)}) and is no folder that datasets saved{inside}"
+        )
+    passed = [name for name in names if name not in files and not name.startswith(".")]
+    if passed:
+        more = f" and {len(passed) - 8} more" if len(passed) > 8 else ""
+        note(f"{path}: not read, as no data files: {', '.join(passed[:8])}{more}")
+    for name in files:
+        yield from _counted(os.path.join(path, name), note)
 
 
 def _saved(path: str) -> Iterator[SourceRow]:
@@ -172,13 +228,15 @@ def _saved(path: str) -> Iterator[SourceRow]:
         data = datasets.load_from_disk(path)
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{path} is no folder that datasets can read: {error}") from None
-    data = data.with_format(None)
     number = 0
-    for batch in data.iter(_BATCH_ROWS):
-        columns = list(batch)
-        for values in zip(*(batch[name] for name in columns), strict=True):
-            number += 1
-            yield SourceRow(path, number, _without_nulls(dict(zip(columns, values, strict=True))))
+    try:
+        for batch in data.with_format(None).iter(_BATCH_ROWS):
+            columns = list(batch)
+            for values in zip(*(batch[name] for name in columns), strict=True):
+                number += 1
+                yield SourceRow(path, number, _without_nulls(dict(zip(columns, values, strict=True))))
+    except (ValueError, TypeError, ImportError) as error:
+        raise SourceError(f"{path} cannot be read after row {number}: {error}") from None
 
 
 def _without_nulls(value: Any) -> Any:

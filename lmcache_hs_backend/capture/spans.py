@@ -39,8 +39,18 @@ def runs(mask: Sequence[int]) -> Spans:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
+def minus(spans: Spans, others: Spans) -> Spans:
+    """The positions of ``spans`` that are not in ``others``."""
+    mask = [0] * max((end for _, end in spans), default=0)
+    for value, each in ((1, spans), (0, others)):
+        for begin, end in each:
+            mask[begin:end] = [value] * (min(end, len(mask)) - begin)
+    return runs(mask)
+
+
 def _by_offsets(offsets: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> Spans:
-    mask, spans, at = [0] * len(offsets), sorted(wanted), 0
+    mask, at = [0] * len(offsets), 0
+    spans = sorted((begin, end) for begin, end in wanted if begin < end)
     for token, (first, last) in enumerate(offsets):
         while at < len(spans) and first >= spans[at][1]:
             at += 1

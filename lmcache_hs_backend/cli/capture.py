@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich import progress as bars
@@ -62,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--chat-template-kwargs", type=_mapping, metavar="JSON",
         help="for the template, such as '{\"enable_thinking\": false}'; a row's own win",
+    )  # fmt: skip
+    add(
+        "--tool-arguments", choices=("given", "parsed"), default="given",
+        help="arguments of tool calls that are JSON text reach the template as they are, or as what they say, which is "
+        "how vLLM's server has them (default: given)",
+    )  # fmt: skip
+    add(
+        "--date", type=_date, metavar="YYYY-MM-DD",
+        help="what a chat template has for the date that writes it (default: today)",
     )  # fmt: skip
     add("--max-tokens", type=_count, metavar="N", help="longest answer (default: 512)")
     add(
@@ -154,6 +164,11 @@ def _run(args: argparse.Namespace, settings: Settings, view: _View) -> int:
         settings, _encoder(args, settings), args.data, view, args.limit, args.rejected, bool(args.server)
     )
     estimate = flow.survey(job)
+    if args.date is None and job.encoder.writes_date:
+        view.warn(
+            f"warning: the chat template writes the date into every row; --date {datetime.now():%Y-%m-%d} goes on with "
+            f"the same rows on another day"
+        )
     said = flow.figures(job, estimate)
     if args.dry_run:
         path = flow.write_rejected(job) if args.rejected else None
@@ -201,6 +216,8 @@ def _encoder(args: argparse.Namespace, settings: Settings) -> Any:
         prompts_as_turns=args.text_as == "turn",
         chat_template=template,
         chat_template_kwargs=settings.chat_template_kwargs,
+        parse_arguments=args.tool_arguments == "parsed",
+        today=args.date,
     )
 
 
@@ -208,6 +225,8 @@ def _encoder(args: argparse.Namespace, settings: Settings) -> Any:
 
 
 def _figure_lines(said: dict[str, Any], rejected: str | None) -> Iterator[str]:
+    from lmcache_hs_backend.capture.left_out import REMARKS
+
     columns = ", ".join(f"{name} ({count:,} rows)" for name, count in said["columns"].items())
     beside = ", ".join(f"{name} (in {count:,} rows)" for name, count in said["beside"].items())
     if columns:
@@ -218,6 +237,7 @@ def _figure_lines(said: dict[str, Any], rejected: str | None) -> Iterator[str]:
     parts = [
         f"{said['complete']:,} complete (only read)",
         f"{said['answered']:,} to be answered",
+        f"{said['repeated']:,} repeated",
         f"{said['bad']:,} bad",
     ]
     if said["cut"]:
@@ -225,6 +245,8 @@ def _figure_lines(said: dict[str, Any], rejected: str | None) -> Iterator[str]:
     if said["without_loss"]:
         parts.append(f"{said['without_loss']:,} with no token to train on")
     yield f"{said['rows']:,} rows: {', '.join(parts)}"
+    for name, count in said["left_out"].items():
+        yield f"in {count:,} rows {REMARKS[name]}"
     answers = f" + at most {said['most_answer_tokens']:,} of answers" if said["most_answer_tokens"] else ""
     yield (
         f"{said['tokens']:,} tokens{answers}, {said['trained_tokens']:,} trained on; "
@@ -340,6 +362,13 @@ def _layers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of layer ids, such as 2,15,27,30") from None
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no date, such as 2026-01-31") from None
 
 
 def _mapping(text: str) -> dict[str, Any]:

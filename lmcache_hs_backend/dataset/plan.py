@@ -20,7 +20,7 @@ from lmcache_hs_backend.dataset.final_norm import FinalNorm, layers_of
 from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.masks import LossMask
-from lmcache_hs_backend.dataset.prepared import MASK_COLUMNS, Prepared, given_mask, ids_of, open_prepared
+from lmcache_hs_backend.dataset.prepared import MASK_COLUMNS, Prepared, ids_of, open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
 from lmcache_hs_backend.format.url_files import UrlOptions
 
@@ -91,9 +91,9 @@ class Plan:
         """
         given = None
         if self.prepared is not None and sample.row >= 0:
-            row, value = self.prepared.row(sample.row)
-            given = given_mask(self.prepared.mask_column, value, row)
-            if ids.tolist() != list(row)[: sample.tokens]:
+            row = self.prepared.row(sample.row)
+            given = row.mask()
+            if ids.tolist() != row.ids[: sample.tokens]:
                 raise RowRejected("ids", f"the token ids are not those of row {sample.row} of {self.prepared.path}")
         return self._trained(sample, ids, given)
 
@@ -104,9 +104,9 @@ class Plan:
         given = None
         ids = torch.zeros(sample.tokens, dtype=torch.int64)
         if self.prepared is not None and sample.row >= 0:
-            row, value = self.prepared.row(sample.row)
-            given = given_mask(self.prepared.mask_column, value, row)
-            ids = torch.tensor(row[: sample.tokens], dtype=torch.int64)
+            row = self.prepared.row(sample.row)
+            given = row.mask()
+            ids = torch.tensor(row.ids[: sample.tokens], dtype=torch.int64)
         elif self.masks.needs_ids:
             ids = self.token_ids(sample)
         return self._trained(sample, ids, given)
@@ -194,7 +194,7 @@ def _masks(choice: Choice) -> tuple[LossMask, Prepared | None]:
         )
     if choice.mask_kind == "dataset" and prepared is None:
         raise DatasetError("--loss-mask dataset needs --sequences dataset:PATH")
-    if choice.mask_kind == "dataset" and prepared is not None and prepared.mask_column is None:
+    if choice.mask_kind == "dataset" and prepared is not None and not prepared.mask_columns:
         raise DatasetError(
             f"{prepared.path} has no column {' or '.join(MASK_COLUMNS)}; name the tokens to train on with --loss-mask"
         )

@@ -1,10 +1,11 @@
 """Prepared datasets: rows of token ids and a loss mask, from a datasets folder, JSONL or Parquet.
 
-Ids are ``input_ids``, flat or ``[1, N]``. The mask is the first of these columns that the dataset has: ``loss_mask``,
-``assistant_masks`` (what transformers' ``apply_chat_template`` calls it), ``assistant_mask``, or ``labels``, which are
--100 where nothing is trained on. Rows are read one at a time, in any order, so a dataset may be larger than memory. A
-row that cannot be used is a RowRejected, and loses itself only. ``datasets`` and ``pyarrow`` (the ``extract`` extra)
-are needed for everything but JSONL.
+Ids are ``input_ids``, flat or ``[1, N]``, without the padding that ``attention_mask`` names. A token is trained on
+where all of these columns that a row has say so: ``loss_mask``, ``assistant_masks`` (what transformers'
+``apply_chat_template`` calls it), ``assistant_mask``, ``completion_mask``, and ``labels``, which are -100 where nothing
+is trained on. Rows are read one at a time, in any order, so a dataset may be larger than memory. A row that cannot be
+used is a RowRejected, and loses itself only. ``datasets`` and ``pyarrow`` (the ``extract`` extra) are needed for
+everything but JSONL.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import json
 import os
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from lmcache_hs_backend.dataset import given_ids
 from lmcache_hs_backend.dataset.errors import DatasetError, RowRejected
+from lmcache_hs_backend.dataset.given_ids import MASK_COLUMNS, PADDING
 
-MASK_COLUMNS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
-#: A label of a token that is not trained on, as every loss function of torch has it.
-IGNORED = -100
+IDS = "input_ids"
 _LOOK_AT = 100  # rows of a JSONL file, for one that tells the columns
 
 
@@ -30,15 +31,31 @@ def needs_extra(module: str, purpose: str) -> DatasetError:
     return DatasetError(f"{purpose} needs {module}, which is not installed: pip install 'lmcache-hs-backend[extract]'")
 
 
+class PreparedRow(NamedTuple):
+    """A row: its token ids, without padding, and its columns as they are, of which ``kept`` are its own tokens."""
+
+    ids: list[int]
+    columns: Mapping[str, object]
+    kept: slice
+
+    def mask(self) -> list[int] | None:
+        """The loss mask, 0 or 1 for each of the ids; None where the row has none.
+
+        Raises RowRejected when what the row has is no mask of these ids.
+        """
+        whole = given_mask(self.columns, given_ids.ids_of(self.columns[IDS], IDS))
+        return None if whole is None else whole[self.kept]
+
+
 class Prepared(Protocol):
-    """Rows by number: token ids, and what stands in the mask's column, as it is (None where nothing does)."""
+    """Rows by number. ``mask_columns``: those of ``MASK_COLUMNS`` that there are."""
 
     path: str
-    mask_column: str | None
+    mask_columns: tuple[str, ...]
 
     def __len__(self) -> int: ...
 
-    def row(self, number: int) -> tuple[Sequence[int], object]:
+    def row(self, number: int) -> PreparedRow:
         """Raises RowRejected for a row without token ids, DatasetError when the dataset cannot be read."""
 
 
@@ -46,50 +63,27 @@ def ids_of(prepared: Prepared) -> Iterator[Sequence[int] | RowRejected]:
     """The token ids of every row, in order, or why there are none."""
     for number in range(len(prepared)):
         try:
-            yield prepared.row(number)[0]
+            yield prepared.row(number).ids
         except RowRejected as rejected:
             yield rejected
 
 
-def given_mask(column: str | None, given: object, ids: Sequence[int]) -> list[int] | None:
-    """The loss mask of a row, 0 or 1 for each of its ids; None where the row has none.
-
-    Raises RowRejected when what the row has is no mask of these ids.
-    """
-    if given is None or column is None:
-        return None
-    values = _flat(given)
-    if values is None:
-        raise RowRejected("mask", f"{len(ids)} token ids, but a loss mask that is {given!r:.40}")
-    if len(values) != len(ids):
-        raise RowRejected("mask", f"{len(ids)} token ids, but a loss mask of {len(values)}")
-    if column == "labels":
-        for at, (label, token) in enumerate(zip(values, ids, strict=True)):
-            if label not in (IGNORED, token):
-                raise RowRejected(
-                    "mask",
-                    f"label {label} at token {at} is neither {IGNORED} nor the token's id {token}: moved by one?",
-                )
-        return [int(label != IGNORED) for label in values]
-    if not all(value in (0, 1) for value in values):
-        raise RowRejected("mask", "the loss mask has a value other than 0 and 1")
-    return [int(value) for value in values]
+def given_mask(columns: Mapping[str, object], ids: Sequence[int]) -> list[int] | None:
+    """``given_ids.given_mask``, as a check of a row: raises RowRejected."""
+    try:
+        return given_ids.given_mask(columns, ids)
+    except ValueError as error:
+        raise RowRejected("mask", str(error)) from None
 
 
-def _ids(value: object) -> list[int]:
-    ids = _flat(value)
-    if ids is None or not all(type(token) is int and abs(token) < 2**63 for token in ids):
-        raise RowRejected("row", f"input_ids are {value!r:.40}, not a list of integers, flat or [1, N]")
-    return ids
-
-
-def _flat(value: object) -> list[Any] | None:
-    """A list of numbers, which may be the only one in another list; None for anything else."""
-    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
-        value = value[0]
-    if not isinstance(value, list | tuple) or any(isinstance(item, list | tuple) for item in value):
-        return None
-    return list(value)
+def _row(columns: Mapping[str, object]) -> PreparedRow:
+    """Raises RowRejected."""
+    try:
+        ids = given_ids.ids_of(columns[IDS], IDS)
+        kept = given_ids.unpadded(len(ids), columns.get(PADDING))
+    except ValueError as error:
+        raise RowRejected("row", str(error)) from None
+    return PreparedRow(ids[kept], columns, kept)
 
 
 def open_prepared(path: str) -> Prepared:
@@ -104,9 +98,9 @@ def open_prepared(path: str) -> Prepared:
     return _JsonLines(path)
 
 
-def _mask_column(names: Iterable[str]) -> str | None:
+def _mask_columns(names: Iterable[str]) -> tuple[str, ...]:
     present = set(names)
-    return next((name for name in MASK_COLUMNS if name in present), None)
+    return tuple(name for name in MASK_COLUMNS if name in present)
 
 
 class _JsonLines:
@@ -129,16 +123,16 @@ class _JsonLines:
                 names |= record.keys()
         if len(self._offsets) and "input_ids" not in names:
             raise DatasetError(f"{path}: no row is a JSON object with input_ids {_PREPARE}")
-        self.mask_column = _mask_column(names)
+        self.mask_columns = _mask_columns(names)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def row(self, number: int) -> tuple[Sequence[int], object]:
+    def row(self, number: int) -> PreparedRow:
         record = self._record(number)
         if not isinstance(record, dict) or "input_ids" not in record:
             raise RowRejected("row", "the line is not a JSON object with input_ids")
-        return _ids(record["input_ids"]), None if self.mask_column is None else record.get(self.mask_column)
+        return _row(record)
 
     def _record(self, number: int) -> Any:
         try:
@@ -167,15 +161,15 @@ class _Folder:
         if not isinstance(data, datasets.Dataset):
             raise DatasetError(f"{path} holds several splits; name the folder of one of them")
         _check_columns(path, data.column_names)
-        self._data = data.with_format(None)
-        self.mask_column = _mask_column(data.column_names)
+        names = [name for name in (IDS, PADDING, *MASK_COLUMNS) if name in data.column_names]
+        self._data = data.select_columns(names).with_format(None)
+        self.mask_columns = _mask_columns(data.column_names)
 
     def __len__(self) -> int:
         return int(self._data.num_rows)
 
-    def row(self, number: int) -> tuple[Sequence[int], object]:
-        row = self._data[number]
-        return _ids(row["input_ids"]), None if self.mask_column is None else row[self.mask_column]
+    def row(self, number: int) -> PreparedRow:
+        return _row(self._data[number])
 
 
 class _Parquet:
@@ -193,8 +187,8 @@ class _Parquet:
             raise DatasetError(f"{path} is not a Parquet file: {error}") from None
         names = self._file.schema_arrow.names
         _check_columns(path, names)
-        self.mask_column = _mask_column(names)
-        self._columns = ["input_ids", *filter(None, (self.mask_column,))]
+        self.mask_columns = _mask_columns(names)
+        self._columns = [name for name in (IDS, PADDING, *MASK_COLUMNS) if name in names]
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.metadata.num_row_groups)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._size: int = sum(sizes)
@@ -205,7 +199,7 @@ class _Parquet:
     def __len__(self) -> int:
         return self._size
 
-    def row(self, number: int) -> tuple[Sequence[int], object]:
+    def row(self, number: int) -> PreparedRow:
         group = bisect.bisect_right(self._starts, number) - 1
         with self._lock:
             if group != self._group:
@@ -213,8 +207,7 @@ class _Parquet:
                 self._group = group
             table = self._table
         at = number - self._starts[group]
-        values = [table.column(name)[at].as_py() for name in self._columns]
-        return _ids(values[0]), values[1] if len(values) > 1 else None
+        return _row({name: table.column(name)[at].as_py() for name in self._columns})
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return _Parquet, (self.path,)

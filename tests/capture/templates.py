@@ -72,3 +72,36 @@ MISTRAL = """{{- bos_token }}
 MARKS = (
     "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<start_of_turn>", "<end_of_turn>", "</s>",
 )  # fmt: skip
+
+_ASKED = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+#: Contents as parts only, as templates of vision models have it.
+PARTS = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+) + _ASKED
+
+#: Contents as text or as parts.
+TEXT_OR_PARTS = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+) + _ASKED
+
+#: One call for each turn, no word beside it; the system only before a turn to be answered; no tool's turns.
+FORGETFUL = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}<|im_start|>user\n"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n"
+    "{% elif m.tool_calls %}<|im_start|>assistant\n{{ m.tool_calls[0].function | tojson }}<|im_end|>\n"
+    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+) + _ASKED
+
+#: A tool's answer stands inside the turn of the assistant that has asked for it, before what that one says.
+ANSWER_WITHIN = (
+    "{%- for m in messages %}{%- if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}\n{% endfor %}"
+    "{%- if m.tool_calls and not loop.last %}= {{ loop.nextitem.content }}\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}"
+) + _ASKED
+
+DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') }}\n" + CHATML

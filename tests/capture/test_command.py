@@ -26,6 +26,7 @@ from lmcache_hs_backend.capture.encode import RowEncoder
 from lmcache_hs_backend.capture.sources import read_rows
 from lmcache_hs_backend.cli.capture import main
 from lmcache_hs_backend.format.namespace import local_model_revision
+from tests.capture import templates
 from tests.capture.conftest import CASES, LARGEST_ID, ROOT
 from tests.support.cold_paths import add_prompt, namespace
 from tests.support.processes import takes_sigint
@@ -100,6 +101,45 @@ def test_chunks_that_are_there_are_not_needed_again_also_those_of_rows_that_are_
         path.unlink()
     add_prompt(directory, row.token_ids[: whole_chunks * size], **{**made, "layers": settings.layers[:-1]})
     assert dry(capsys, *words)[1]["needed_bytes"] == fresh["needed_bytes"], "a chunk without the last layer is no use"
+
+
+def test_every_row_is_counted_once_and_what_a_template_leaves_out_is_said(
+    smollm2: str, tmp_path: Path, capsys: Any
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rows = [chat("a", "b"), chat("a", "b"), chat("c"), {**chat("d", "e"), "tools": tools}, {"x": 1}]
+    data = write(tmp_path / "a.jsonl", rows)
+    words = [smollm2, data, "--cold-path", str(tmp_path / "cold")]
+    _, said = dry(capsys, *words)
+    parts = [said[name] for name in ("complete", "answered", "repeated", "bad")]
+    assert (parts, sum(parts)) == ([2, 1, 1, 1], said["rows"])
+    assert said["left_out"] == {"tools": 1}
+    main([*words, "--dry-run"])
+    text = capsys.readouterr().out
+    assert "5 rows: 2 complete (only read), 1 to be answered, 1 repeated, 1 bad" in text
+    assert "in 1 rows the chat template does not show the row's tools to the model" in text
+
+
+def test_data_without_a_row_is_an_error(smollm2: str, tmp_path: Path, capsys: Any) -> None:
+    empty = tmp_path / "a.jsonl"
+    empty.write_text("\n")
+    assert main([smollm2, str(empty), "--dry-run", "--cold-path", str(tmp_path / "cold")]) == 1
+    assert f"error: there is no row in {empty}" in capsys.readouterr().err
+
+
+def test_a_date_that_the_template_writes_is_said_and_can_be_given(smollm2: str, tmp_path: Path, capsys: Any) -> None:
+    data = write(tmp_path / "a.jsonl", [chat("a", "b")])
+    template = tmp_path / "template"
+    template.write_text(templates.DATED)
+    words = [smollm2, data, "--cold-path", str(tmp_path / "cold"), "--chat-template", str(template), "--dry-run"]
+    assert main(words) == 0
+    assert "the chat template writes the date into every row; --date " in capsys.readouterr().err
+    for given in (["--date", "2026-01-31"], ["--chat-template-kwargs", '{"date_string": "31 Jan 2026"}']):
+        assert main([*words, *given]) == 0
+        assert "writes the date" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--date", "31.1."])
+    assert "'31.1.' is no date, such as 2026-01-31" in capsys.readouterr().err
 
 
 def test_rejected_rows_go_to_the_file_that_is_named(smollm2: str, tmp_path: Path, capsys: Any) -> None:

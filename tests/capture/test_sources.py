@@ -103,6 +103,46 @@ def test_an_array_that_breaks_off_says_where(tmp_path: Path, content: bytes, goo
     assert [problem in row.problem for row in found if row.problem] == ([True] if problem else [])
 
 
+@pytest.mark.parametrize(
+    ("content", "good", "problem"),
+    [
+        (b'[{"prompt": "a"}] [{"prompt": "b"}]', 1, 'the array has ended, and \'[{"prompt": "b"}]\' follows'),
+        (b'[{"prompt": "a"}]' + b" " * 3_000_000 + b"x", 1, "the array has ended, and 'x' follows"),
+        (b"[]\n[1]", 0, "the array has ended, and '[1]' follows"),
+        (b'[{"prompt": "a"}]\n\n', 1, ""),
+        (b'[{"prompt": "a", "prompt": "b"}, {"prompt": "c"}]', 1, "the key 'prompt' stands twice"),
+        (b'{"prompt": "a", "prompt": "b"}\n{"prompt": "c"}\n', 1, "the key 'prompt' stands twice"),
+        (b'{"messages": [{"role": "user", "role": "x"}]}\n{"prompt": "c"}\n', 1, "the key 'role' stands twice"),
+    ],
+)
+def test_nothing_in_a_file_is_passed_over_without_a_word(
+    tmp_path: Path, content: bytes, good: int, problem: str
+) -> None:
+    path = tmp_path / "data.json"
+    path.write_bytes(content)
+    found = rows(path)
+    assert len([row for row in found if not row.problem]) == good
+    assert [problem in row.problem for row in found if row.problem] == ([True] if problem else [])
+
+
+def test_files_that_are_not_read_are_said(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, content in {"a.JSONL": lines(ROWS), "b.jsonl": b"\n", "notes.txt": b"x", ".hidden": b"x"}.items():
+        (tmp_path / name).write_bytes(content)
+    said: list[str] = []
+    assert [row.value for row in read_rows([str(tmp_path)], said.append)] == ROWS
+    assert said == [f"{tmp_path}: not read, as no data files: notes.txt, sub", f"{tmp_path}/b.jsonl has no row"]
+    (tmp_path / "sub" / "data").mkdir()
+    with pytest.raises(SourceError, match=r"no data file .*; name one of its folders: data"):
+        rows(tmp_path / "sub")
+
+
+def test_a_folder_of_one_split_needs_no_name(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:2])}).save_to_disk(tmp_path / "splits")
+    assert [row.value for row in rows(tmp_path / "splits")] == ROWS[:2]
+
+
 def test_elements_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     long = [{"prompt": str(n) * 3_000_000} for n in range(3)]
@@ -112,11 +152,16 @@ def test_elements_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd0000")
+    (tmp_path / "a.bz2").write_bytes(b"BZh91AY")
+    (tmp_path / "a.xz").write_bytes(b"\xfd7zXZ\x00")
+    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1")
     (tmp_path / "a.gz").write_bytes(gzip.compress(lines(ROWS * 1000))[:-200])
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else")
     (tmp_path / "a.utf16").write_bytes("[]".encode("utf-16"))
     (tmp_path / "empty").mkdir()
     for name, reason in {
+        "a.bz2": "bunzip2", "a.xz": "unxz", "a.zip": "unzip", "a.arrow": "Parquet",
         "a.zst": "zstd", "a.gz": "damaged", "a.parquet": "no readable Parquet", "a.utf16": "UTF-16",
         "empty": "no data file", "none": "No such file",
     }.items():  # fmt: skip

@@ -185,7 +185,7 @@ def test_a_template_without_a_tokenizer_or_of_another_one_is_an_error(tmp_path: 
 @pytest.mark.parametrize("given", [None, [1, 1], [1, 0, 2]])
 def test_a_mask_that_does_not_fit_is_refused(given: list[int] | None) -> None:
     def make() -> None:
-        LossMask("dataset").make(Sample("s", 0, 3, row=0), torch.arange(3), given_mask("loss_mask", given, range(3)))
+        LossMask("dataset").make(Sample("s", 0, 3, row=0), torch.arange(3), given_mask({"loss_mask": given}, range(3)))
 
     with pytest.raises(RowRejected) as caught:
         make()

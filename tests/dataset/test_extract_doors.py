@@ -53,12 +53,23 @@ def shapes(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "1xN": {"input_ids": [ids], "loss_mask": [mask]},
         "labels": {"input_ids": ids, "labels": [token if m else -100 for token, m in zip(ids, mask, strict=True)]},
         "assistant_masks": {"input_ids": ids, "assistant_masks": mask, "attention_mask": [1] * len(ids)},
+        "completion_mask": {"input_ids": ids, "completion_mask": mask, "labels": ids},
+        "padded right": {
+            "input_ids": [*ids, 0, 0],
+            "loss_mask": [*mask, 0, 0],
+            "attention_mask": [1] * len(ids) + [0, 0],
+        },
+        "padded left": {
+            "input_ids": [[0, 0, *ids]],
+            "labels": [[-100, -100, *(t if m else -100 for t, m in zip(ids, mask, strict=True))]],
+            "attention_mask": [[0, 0] + [1] * len(ids)],
+        },
         "booleans": {"input_ids": ids, "loss_mask": [bool(m) for m in mask]},
     }
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "folder", "parquet"])
-@pytest.mark.parametrize("shape", ["flat", "1xN", "labels", "assistant_masks", "booleans"])
+@pytest.mark.parametrize("shape", list(shapes(ROWS[0])))
 def test_every_shape_of_a_dataset_gives_the_same_samples(stored: Path, tmp_path: Path, shape: str, kind: str) -> None:
     rows = [shapes(row)[shape] for row in ROWS]
     path = tmp_path / f"rows.{kind}"
@@ -85,6 +96,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "two rows in one": ({**GOOD, "input_ids": [[1], [2]]}, "row"),
     "no object": ("text", "row"),
     "mask too short": ({**GOOD, "loss_mask": [1]}, "mask"),
+    "padding within": ({**GOOD, "attention_mask": [1, 0] * (len(GOOD["input_ids"]) // 2) + [1]}, "row"),
     "mask of twos": ({**GOOD, "loss_mask": [2] * len(GOOD["input_ids"])}, "mask"),
     "mask of zeros": ({**GOOD, "loss_mask": [0] * len(GOOD["input_ids"])}, "no_loss"),
 }
