@@ -123,7 +123,8 @@ def _store_that_evicts(state: TierState, call: ActiveCall) -> None:
 
 def _retrieve(state: TierState, call: ActiveCall) -> None:
     state.calls.add(call)
-    walk = reading.PromptWalk(call.entries)
+    walk = reading.PromptWalk()
+    walk.entries = call.entries
     reading.prepare_retrieve(state, walk, [CLEAN, DIRTY], [0], native=True, readable=True)
     reading.judge_presence(state, [CLEAN, DIRTY], walk, [Presence.PRESENT] * 2, 50, 60, writable=True)
     reading.end_part(state, call, 1, served=False)

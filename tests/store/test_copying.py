@@ -115,7 +115,7 @@ def test_what_is_read_from_a_slot_belongs_to_the_mode_of_its_caller(core, copier
     copier.copy_in(rows, moves)
     with mode():
         out = torch.empty(8, 64)
-        copier.copy_out([(out, moves)])
+        copier.copy_out({0: out}, {0: moves})
     assert torch.equal(out, rows)
     assert out.is_inference() == (mode is torch.inference_mode)
     copier.copy_in(rows + 1, moves)  # a slot that was read is as writable as any other

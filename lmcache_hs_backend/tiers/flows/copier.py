@@ -8,9 +8,8 @@ and the other members go on spinning on cores that the I/O threads then take fro
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,6 @@ class Copier:
 
     def __init__(self, arena: Arena, io: IoThreads) -> None:
         self._arena = arena
-        self._rows_to_read = functools.partial(arena.rows_at, to_read=True)
         self._io = io
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shared: set[SharedCopies] = set()  # under way, or left by a caller who was interrupted
@@ -63,7 +61,7 @@ class Copier:
         """
         if rows.is_cpu and self._move_in(rows, moves):
             return
-        pairs = copy_pairs(self._arena.rows_at, rows.detach(), moves)
+        pairs = copy_pairs(self._arena, rows.detach(), moves)
         if rows.is_cuda:
             stream = self._stream(rows.device)
             stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -94,12 +92,16 @@ class Copier:
         if device.type == "cuda":
             self._stream(device).synchronize()
 
-    def copy_out(self, parts: Iterable[tuple[torch.Tensor, Sequence[Move]]], *, reading: bool = False) -> None:
+    def copy_out(
+        self, rows: Mapping[int, torch.Tensor], moves: Mapping[int, Sequence[Move]], *, reading: bool = False
+    ) -> None:
         """Copy slots into rows, layer by layer, converting to the dtype of the rows.
 
         ``reading``: I/O threads read for the caller, who keeps out of their way.
         """
-        pairs = [pair for rows, moves in parts for pair in copy_pairs(self._rows_to_read, rows, moves)]
+        pairs: list[CopyPair] = []
+        for layer_idx, target in rows.items():
+            pairs += copy_pairs(self._arena, target, moves[layer_idx], to_read=True)
         if pairs:
             self.copy(pairs, reading=reading)
 

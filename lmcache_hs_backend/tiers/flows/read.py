@@ -305,10 +305,11 @@ class Headers:
         self._core = core
 
     def ensure_read(self, refs: Sequence[ChunkRef], seconds: float) -> None:
-        """Have the headers of these chunks read, on the I/O threads, and wait for them, but not for longer."""
+        """Have the headers of these chunks read, on the I/O threads, and wait for them, but not for longer.
+
+        Where there is no file whose header was not read, callers need not ask.
+        """
         core = self._core
-        if not core.state.orders.unread_files:
-            return
         done: SimpleQueue[None] = SimpleQueue()
         with core.lock, core.step:
             if not core.disk.health.readable:

@@ -24,7 +24,6 @@ from lmcache_hs_backend.tiers.memory.copies import alone, copy_serially
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
 from lmcache_hs_backend.tiers.memory.runs import Move
 from lmcache_hs_backend.tiers.state import making_room, reading
-from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import ChunkEntry
 from lmcache_hs_backend.tiers.state.reading import PromptWalk
 
@@ -69,16 +68,16 @@ class Retrieve:
         ``dtype`` None gives the dtype in which the rows are kept. Empty when not even the first chunk is there. Every
         reason to end early is counted.
         """
-        call = ActiveCall()
-        with call.running:
+        walk = PromptWalk()
+        with walk.running:
             try:
-                return self._retrieve(call, refs, layer_idxs, dtype, outputs)
+                return self._retrieve(walk, refs, layer_idxs, dtype, outputs)
             finally:
-                self._end(call)
+                self._end(walk)
 
     def _retrieve(
         self,
-        call: ActiveCall,
+        walk: PromptWalk,
         refs: Sequence[ChunkRef],
         layer_idxs: Sequence[int],
         dtype: torch.dtype | None,
@@ -88,49 +87,48 @@ class Retrieve:
         if core.closed:
             return {}
         deadline = time.monotonic() + core.config.read_timeout_sec
-        self._headers.ensure_read(refs, deadline - time.monotonic())
+        if state.orders.unread_files:
+            self._headers.ensure_read(refs, core.config.read_timeout_sec)
         pending: PendingReads | None = None
-        readable = core.disk.health.readable
-        walk, native = PromptWalk(call.entries, {}, []), dtype is None
+        readable, native = core.disk.health.readable, dtype is None
         known, served = 0, 0
         cold: list[int] = []
+        rows: dict[int, torch.Tensor] = {}
         try:
             for piece in core.pieces(refs):
                 with core.lock, core.step:
                     if core.closed:
                         return {}
-                    state.calls.add(call)
+                    state.calls.add(walk)
                     reading.prepare_retrieve(state, walk, piece, layer_idxs, native=native, readable=readable)
                 if walk.miss is not None:
                     break
-            asked_ns = time.monotonic_ns()
-            answers = core.presence([ref.kv_key for ref in refs[: len(walk.entries)]], False)
-            now_ns = time.monotonic_ns()
-            deadline += (now_ns - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
-            if reading.nothing_to_judge(walk, answers):
-                known, miss = len(walk.entries), walk.miss
-            else:
-                known, miss = self._judge(refs, walk, answers, asked_ns, now_ns)
+            known, miss, asked_ns = len(walk.entries), walk.miss, time.monotonic_ns()
+            found = refs if known == len(refs) else refs[:known]
+            answers = core.presence([ref.kv_key for ref in found], False)
+            if not reading.nothing_to_judge(walk, answers):
+                known, miss = self._judge(refs, walk, answers, asked_ns)
+                found = refs[:known]
             if walk.cold:
+                deadline += (time.monotonic_ns() - asked_ns) / 1e9  # the disk is not to blame for a slow LMCache
                 cold = [position for position in walk.cold if position < known]
             if cold:  # first of all: the disk takes longest
-                pending = PendingReads(refs, call)
+                pending = PendingReads(refs, walk)
                 self._submit_reads(walk, cold, pending)
-            rows: dict[int, torch.Tensor] = {}
             if known and outputs is not None and not cold:
-                rows, served = outputs.copy_hot(self._hot_moves(refs[:known], walk)), known
+                rows, served = outputs.copy_hot(self._hot_moves(found, walk)), known
             elif known:
-                rows = self._outputs(refs[known - 1].end, walk.specs, dtype, outputs)
+                rows = self._outputs(found[-1].end, walk.specs, dtype, outputs)
                 if pending is not None:
                     pending.result = rows
                 if rows:
-                    self._copy_hot(refs[:known], walk, rows)
+                    self._copier.copy_out(rows, self._hot_moves(found, walk), reading=bool(walk.cold))
                     served = known
                     if pending is not None:
                         served, miss = self._await_reads(known, cold, pending, deadline, miss)
                 else:
                     miss = "memory"
-            call.served = served
+            walk.served = served
         finally:
             if pending is not None:
                 pending.cancel()
@@ -141,26 +139,26 @@ class Retrieve:
             if miss == "timeout":
                 core.disk.health.call_timed_out()
         core.metrics.add_all(counts)
-        if not served:
-            return {}
         if served == known:
             return rows
+        if not served:
+            return {}
         tokens = refs[served - 1].end
         return {layer_idx: tensor[:tokens] for layer_idx, tensor in rows.items()}
 
     def _judge(
-        self, refs: Sequence[ChunkRef], walk: PromptWalk, answers: Sequence[Presence], asked_ns: int, now_ns: int
+        self, refs: Sequence[ChunkRef], walk: PromptWalk, answers: Sequence[Presence], asked_ns: int
     ) -> tuple[int, str | None]:
         """How many of the walk's chunks may be served, and why the next one may not."""
         core, state = self._core, self._core.state
-        writable = core.disk.health.writable
+        writable, now_ns = core.disk.health.writable, time.monotonic_ns()
         with core.lock, core.step:
             known, miss = reading.judge_presence(state, refs, walk, answers, asked_ns, now_ns, writable=writable)
             if known < len(walk.entries) and state.jobs.ready:
                 core.wake()
         return known, miss
 
-    def _end(self, call: ActiveCall) -> None:
+    def _end(self, call: PromptWalk) -> None:
         """Unpin the chunks of a call, the last ones first; those that were served become the youngest."""
         core = self._core
         while True:
@@ -192,14 +190,14 @@ class Retrieve:
     ) -> dict[int, torch.Tensor]:
         """layer_idx → memory for its rows; none at all when the system has not enough."""
         memory = (self._core.pool if outputs is None else outputs).rows
+        rows = {}
         try:
-            return {
-                layer_idx: memory(tokens, hidden_dim, TORCH_DTYPES[name] if dtype is None else dtype)
-                for layer_idx, name, hidden_dim in specs
-            }
+            for layer_idx, name, hidden_dim in specs:
+                rows[layer_idx] = memory(tokens, hidden_dim, TORCH_DTYPES[name] if dtype is None else dtype)
         except (OSError, MemoryError, RuntimeError) as error:  # mmap's, Python's and torch's ways to say it
             logger.warning("no memory for %d rows of %d layer(s): %s", tokens, len(specs), error)
             return {}
+        return rows
 
     def _hot_moves(self, refs: Sequence[ChunkRef], walk: PromptWalk) -> dict[int, list[Move]]:
         """layer_idx → its rows that are in slots."""
@@ -211,10 +209,6 @@ class Retrieve:
                 pairs = [pair for n, pair in enumerate(pairs) if layer_idx not in walk.cold.get(n, ())]
             moves[layer_idx] = [(ref.start, entry.num_tokens, entry.hot[layer_idx]) for ref, entry in pairs]
         return moves
-
-    def _copy_hot(self, refs: Sequence[ChunkRef], walk: PromptWalk, rows: Mapping[int, torch.Tensor]) -> None:
-        moves = self._hot_moves(refs, walk)
-        self._copier.copy_out([(tensor, moves[idx]) for idx, tensor in rows.items()], reading=bool(walk.cold))
 
     def _submit_reads(self, walk: PromptWalk, positions: Sequence[int], pending: PendingReads) -> None:
         """Have cold chunks read side by side, into slots that are side by side as far as there is room."""

@@ -119,7 +119,8 @@ class Store:
         core, state, refs = self._core, self._core.state, call.refs
         if core.closed:
             return Stored(0, 0)
-        self._headers.ensure_read(refs, call.deadline - call.began)
+        if state.orders.unread_files:
+            self._headers.ensure_read(refs, call.deadline - call.began)
         answers = core.presence([ref.kv_key for ref in refs], True)
         specs = call.source.specs
         short = len(refs) <= PIECE  # such a call takes all that it needs in one transition, and ends with another one

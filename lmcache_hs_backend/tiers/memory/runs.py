@@ -5,18 +5,17 @@ Slots that follow each other both in the tensor and, without a gap, in memory ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from lmcache_hs_backend.chunk import LayerSpec
+from lmcache_hs_backend.tiers.memory.arena import Arena
 from lmcache_hs_backend.tiers.memory.copies import CopyPair
 
 #: Rows of one layer of one chunk on their way between a tensor and a slot: the first row in the tensor, how many, and
 #: the slot as ``(offset, nbytes, spec)``.
 Move = tuple[int, int, tuple[int, int, LayerSpec]]
-#: ``Arena.rows_at``: offset, tokens, hidden size, dtype.
-SlotRows = Callable[[int, int, int, str], torch.Tensor]
 
 
 #: Rows of one layer that lie side by side both in the tensor and in memory: the first row, how many, and the offset.
@@ -47,12 +46,10 @@ def runs_of(moves: Sequence[Move]) -> list[Run]:
     return runs
 
 
-def copy_pairs(slot_rows: SlotRows, rows: torch.Tensor, moves: Sequence[Move]) -> list[CopyPair]:
-    """Pairs of equal shape: rows of the tensor, and the memory of one or more slots, as ``slot_rows`` gives it."""
-    return [
-        (
-            rows if tokens == rows.shape[0] else rows[row : row + tokens],
-            slot_rows(offset, tokens, spec.hidden_dim, spec.dtype),
-        )
-        for row, tokens, offset, spec in runs_of(moves)
-    ]
+def copy_pairs(arena: Arena, rows: torch.Tensor, moves: Sequence[Move], *, to_read: bool = False) -> list[CopyPair]:
+    """Pairs of equal shape: rows of the tensor, and the memory of one or more slots, as ``Arena.rows_at`` gives it."""
+    pairs = []
+    for row, tokens, offset, spec in runs_of(moves):
+        part = rows if tokens == rows.shape[0] else rows[row : row + tokens]
+        pairs.append((part, arena.rows_at(offset, tokens, spec.hidden_dim, spec.dtype, to_read=to_read)))
+    return pairs

@@ -120,12 +120,11 @@ class Orders:
             del order[entry.name]
 
     def park(self, entry: ChunkEntry) -> None:
-        """A first pin: the chunk may not leave RAM. ``unpark`` or ``reindex`` undoes it."""
+        """A first pin on a clean chunk: it may not leave RAM. ``unpark`` or ``reindex`` undoes it."""
         nbytes = entry.clean_bytes
-        if nbytes > 0:
-            del self.clean[entry.name]
-            self.clean_bytes -= nbytes
-            entry.clean_bytes = -nbytes
+        del self.clean[entry.name]
+        self.clean_bytes -= nbytes
+        entry.clean_bytes = -nbytes
 
     def unpark(self, entry: ChunkEntry) -> None:
         """The last pin has ended: the chunk may leave RAM again, if it might before."""
@@ -134,7 +133,7 @@ class Orders:
             entry.clean_bytes = nbytes
             self.clean_bytes += nbytes
             self.clean[entry.name] = entry
-        elif entry.name not in self.dirty:  # where a pin changes nothing
+        else:
             self.reindex(entry)
 
     def touch(self, entries: Sequence[ChunkEntry]) -> None:

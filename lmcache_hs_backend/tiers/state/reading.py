@@ -18,14 +18,14 @@ from lmcache_hs_backend.tiers.state.calls import ActiveCall
 from lmcache_hs_backend.tiers.state.entries import CONFIRMED, ChunkEntry, Slot
 from lmcache_hs_backend.tiers.state.tier_state import TierState
 
+_NOTHING_COLD: dict[int, tuple[int, ...]] = {}
 
-@dataclass(slots=True)
-class PromptWalk:
-    """What a walk over a prompt has found: its pinned chunks, from the first on."""
 
-    entries: list[ChunkEntry] = field(default_factory=list)
-    cold: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by position: the layers that must be read
-    specs: list[LayerSpec] = field(default_factory=list)  # of the first chunk
+class PromptWalk(ActiveCall):
+    """A call of retrieve, and what its walk over the prompt has found: ``entries``, pinned, from the first chunk on."""
+
+    cold = _NOTHING_COLD  # by position: the layers that must be read
+    specs: Sequence[LayerSpec] = ()  # of the first chunk
     miss: str | None = None  # why the next chunk does not count, one of metrics.MISSES; None at the prompt's end
 
 
@@ -56,7 +56,7 @@ def _look_up(
     walk: PromptWalk,
 ) -> str | None:
     """Add to the walk what may be served. Returns why the chunk after it may not."""
-    found, first, entries = walk.entries, walk.specs, state.entries
+    found, entries = walk.entries, state.entries
     for ref in refs:
         entry = entries.get(ref.name)
         if entry is None or not entry.prefix:
@@ -76,10 +76,11 @@ def _look_up(
                 cold += (layer_idx,)
             specs.append(spec)
         if not found:
-            first += specs
-        elif specs != first and (native or [s.hidden_dim for s in specs] != [s.hidden_dim for s in first]):
+            walk.specs = specs
+        elif specs != walk.specs and (native or [s.hidden_dim for s in specs] != [s.hidden_dim for s in walk.specs]):
             return "shape"
         if cold:
+            walk.cold = walk.cold or {}
             walk.cold[len(found)] = cold
         found.append(entry)
     return None
@@ -93,7 +94,7 @@ def nothing_to_judge(walk: PromptWalk, answers: Sequence[Presence]) -> bool:
     entries = walk.entries
     if answers.count(Presence.PRESENT) != len(entries):
         return False
-    return not any(entry.kv is not CONFIRMED or entry.unacknowledged for entry in entries)
+    return not [entry for entry in entries if entry.kv is not CONFIRMED or entry.unacknowledged]
 
 
 def judge_presence(

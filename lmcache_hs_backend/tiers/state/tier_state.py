@@ -192,12 +192,12 @@ class TierState:
         park = self.orders.park
         for entry in entries:
             entry.pins += 1
-            if entry.pins == 1:
+            if entry.pins == 1 and entry.clean_bytes > 0:
                 park(entry)
 
     def unpin(self, entries: Sequence[ChunkEntry]) -> None:
         """End a pin on each; the last one of a chunk that was dropped frees its slots."""
-        unpark = self.orders.unpark
+        unpark, dirty = self.orders.unpark, self.orders.dirty
         for entry in reversed(entries):  # the first of a sequence ends up youngest
             entry.pins -= 1
             if entry.pins:
@@ -205,7 +205,7 @@ class TierState:
             if entry.dropped:
                 self.detached_bytes -= entry.hot_bytes
                 self._vacate(entry)
-            else:
+            elif entry.name not in dirty:  # where a pin changes nothing
                 unpark(entry)
 
     # -- slots -------------------------------------------------------------------------------------------
