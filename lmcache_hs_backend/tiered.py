@@ -336,7 +336,7 @@ class TieredStore:
     def touch(self, names: Sequence[bytes]) -> None:
         """Mark the chunks of a sequence as just used, the first one as youngest. Unknown names are ignored."""
         core = self._core
-        for piece in core.pieces(names, from_end=True, own=0):
+        for piece in core.pieces(names, from_end=True):
             with core.lock, core.step:
                 if not core.closed:
                     entries = core.state.entries

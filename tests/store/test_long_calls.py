@@ -19,7 +19,7 @@ from tests.support.prompts import CHUNK, Prompt, check_balance, opened, prompt, 
 
 pytestmark = pytest.mark.timing
 
-LONG = 2 * PIECE + 100
+LONG = 8 * PIECE + 100
 
 
 class SlowReads(FaultyDisk):
@@ -129,3 +129,30 @@ def test_a_small_hot_call_is_quick_beside_a_long_one(tmp_path: Path) -> None:
             thread.join()
         assert sorted(waits)[25] < 0.1
         store.clear()
+
+
+def test_nobody_waits_for_the_lock_until_a_long_store_is_over(tmp_path: Path) -> None:
+    """Who waits for the lock has not been in the store yet, so a long call makes way for all that might be there."""
+    with opened(tmp_path, chunks=4096 + 10, clean_fraction=0, write_back_sec=3600) as store:
+        long, x = prompt(4096), {0: rows(4096 * CHUNK)}
+        over, waits, stores = threading.Event(), [], []
+
+        def look_again_and_again() -> None:
+            while not over.is_set():
+                started = time.monotonic()
+                store.has(long.names[0], 0)
+                waits.append(time.monotonic() - started)
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=look_again_and_again)
+        thread.start()
+        try:
+            for _ in range(8):
+                started = time.monotonic()
+                assert store.store(long.refs, long.bytes, x) == 4096
+                stores.append(time.monotonic() - started)
+                store.clear()
+        finally:
+            over.set()
+            thread.join()
+        assert max(waits) < sorted(stores)[4], "it was more than one store, before"

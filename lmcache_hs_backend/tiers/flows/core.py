@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_IDLE_BUFFERS = 256 << 20
-#: So many chunks of a long call are handled under the lock in one go, which takes one to four milliseconds.
-PIECE = 512
-#: Then other calls get the lock, if there are any. A thread that waits for it needs so long to wake up; after a shorter
-#: break the long call would have it again before.
+#: So many chunks of a long call are handled under the lock in one go, which takes a tenth of a millisecond to two.
+PIECE = 128
+#: After so long, others get the lock, if there are any. A thread that waits for it needs so long to wake up; after a
+#: shorter break the long call would have it again before.
+_TURN_SEC = 1e-3
 _BREAK_SEC = 20e-6
 
 T = TypeVar("T")
@@ -188,26 +189,29 @@ class Core:
 
     # -- without the lock ------------------------------------------------------------------------------
 
-    def pieces(self, items: Sequence[T], *, from_end: bool = False, own: int = 1) -> Iterable[Sequence[T]]:
-        """The items in parts of PIECE, each to be handled under the lock, with a break for other calls in between.
-
-        ``own``: see ``make_a_break``.
-        """
+    def pieces(self, items: Sequence[T], *, from_end: bool = False) -> Iterable[Sequence[T]]:
+        """The items in parts of PIECE, each to be handled under the lock, with breaks for other calls in between."""
         if len(items) <= PIECE:
             return (items,) if items else ()
-        return self._parts(items, from_end, own)
+        return self._parts(items, from_end)
 
-    def _parts(self, items: Sequence[T], from_end: bool, own: int) -> Iterator[Sequence[T]]:
-        begins = range(0, len(items), PIECE)
+    def _parts(self, items: Sequence[T], from_end: bool) -> Iterator[Sequence[T]]:
+        begins, since = range(0, len(items), PIECE), 0.0
         for number, begin in enumerate(reversed(begins) if from_end else begins):
             if number:
-                self.make_a_break(own)
+                since = self.make_a_break(since)
             yield items[begin : begin + PIECE]
 
-    def make_a_break(self, own: int = 1) -> None:
-        """Let other calls have the lock, if there are any. ``own``: how many of ``callers`` are the one that asks."""
-        if self.callers > own:
-            time.sleep(_BREAK_SEC)
+    @staticmethod
+    def make_a_break(since: float) -> float:
+        """Let others have the lock, if the last break (monotonic; 0: none) is long enough ago. Returns when it was.
+
+        Whether others wait is not known: who does has done nothing yet that could be seen.
+        """
+        if time.monotonic() - since < _TURN_SEC:
+            return since
+        time.sleep(_BREAK_SEC)
+        return time.monotonic()
 
     def presence(self, kv_keys: Sequence[object], memory_only: bool) -> Sequence[Presence]:
         """``ask_presence`` with this store's own question."""

@@ -22,7 +22,7 @@ class DropChunks:
     def demote(self, names: Iterable[bytes]) -> int:
         """Evict chunks from RAM that are on disk and not in use, and return how many."""
         demoted = 0
-        for piece in self._core.pieces(list(names), own=0):
+        for piece in self._core.pieces(list(names)):
             with self._core.lock, self._core.step:
                 demoted += making_room.demote(self._core.state, piece)
         return demoted
@@ -45,7 +45,7 @@ class DropChunks:
 
     def _each(self, names: list[bytes], how: Callable[[ChunkEntry], None]) -> int:
         core, dropped = self._core, 0
-        for piece in core.pieces(names, own=0):
+        for piece in core.pieces(names):
             with core.lock, core.step:
                 if core.closed:
                     break

@@ -160,7 +160,7 @@ class Retrieve:
 
     def _end(self, call: PromptWalk) -> None:
         """Unpin the chunks of a call, the last ones first; those that were served become the youngest."""
-        core = self._core
+        core, since = self._core, 0.0
         while True:
             unserved = len(call.entries) - call.served
             count = unserved if unserved > 0 else len(call.entries)
@@ -170,7 +170,7 @@ class Retrieve:
                 if not call.entries:
                     core.end(call)
                     return
-            core.make_a_break()
+            since = core.make_a_break(since)
 
     def prefetch(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int] | None) -> None:
         """Promote the cold chunks of a prompt's prefix, as far as there is room. Returns at once."""

@@ -134,8 +134,9 @@ class Store:
                     call.slots = making_room.allocate(state, storing.needs(plan.missing))
             elif short:
                 return self._counted(plan.stored, reading.held(state, refs, call.layer_idxs))
+        since = 0.0
         while plan.planned < len(plan.refs):
-            core.make_a_break()
+            since = core.make_a_break(since)
             with core.lock, core.step:
                 if core.closed:
                     return Stored(0, 0)
