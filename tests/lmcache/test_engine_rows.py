@@ -91,66 +91,7 @@ def test_coverage_does_not_ask_for_kv(start):
     assert engine.store.coverage(chunks_of(engine, tokens)) == 2 * CHUNK
 
 
-# -- more than fits --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer_idxs", [(0,), (-1, 0, 12, 24)], ids=["one layer", "four layers"])
-def test_a_prompt_longer_than_the_pool_is_stored_and_served_whole(start, layer_idxs):
-    engine = start(hot_bytes=8 * CHUNK_BYTES)
-    tokens = tokens_of(12)
-    engine.store_kv(tokens)
-    rows = {idx: rows_of(12 * CHUNK, seed=idx + 5) for idx in layer_idxs}
-    for idx, layer in rows.items():
-        assert engine.store.store_hidden_states(tokens, layer, layer_idx=idx) == 12
-    for idx, layer in rows.items():
-        assert torch.equal(engine.retrieve(tokens, layer_idx=idx), layer.float())
-    together = engine.store.retrieve_layers(tokens, list(layer_idxs), dtype=None)
-    assert all(torch.equal(together[idx], rows[idx]) for idx in layer_idxs)
-
-
-def test_prompts_that_share_a_prefix_store_it_once(start):
-    engine = start(settings={"store_count": "new"})
-    shared = tokens_of(4)
-    rows = rows_of(6 * CHUNK)
-    for number in range(5):
-        tokens = shared + tokens_of(2, seed=number + 1)
-        engine.store_kv(tokens)
-        assert engine.store.store_hidden_states(tokens, rows) == (6 if number == 0 else 2)
-    assert engine.store.num_cached_chunks() == 4 + 5 * 2
-    assert engine.store.flush(10) == 0
-    assert len(engine.files) == 4 + 5 * 2
-    assert engine.store.stats()["written_chunks"] == 4 + 5 * 2
-
-
-def test_a_chunk_sixteen_times_larger_than_its_neighbours_finds_room(start):
-    # The large one takes the room of sixteen that must be written first, by whatever disk there is.
-    engine = start(hot_bytes=16 * CHUNK_BYTES, settings={"store_wait_ms": 60_000})
-    small, large = tokens_of(16, seed=1), tokens_of(1, seed=2)
-    engine.store_both(small, rows_of(16 * CHUNK))
-    wide = rows_of(CHUNK, hidden=16 * HIDDEN)
-    engine.store_both(large, wide)
-    assert torch.equal(engine.retrieve(large), wide.float())
-    assert torch.equal(engine.retrieve(small), rows_of(16 * CHUNK).float())
-
-
-def test_a_chunk_larger_than_the_pool_is_refused_and_evicts_nothing(start):
-    engine = start(hot_bytes=4 * CHUNK_BYTES)
-    tokens = tokens_of(4, seed=1)
-    engine.store_both(tokens, rows_of(4 * CHUNK))
-    assert engine.store.flush(10) == 0
-    assert engine.store.store_hidden_states(tokens_of(1, seed=2), rows_of(CHUNK, hidden=5 * HIDDEN)) == 0
-    assert all(engine.tiers_of(key)[0] for key in engine.keys(tokens))
-    assert engine.store.stats()["drops_no_room"] == 1
-
-
-def test_a_prefix_ends_where_the_hidden_size_changes(start):
-    engine = start()
-    tokens = tokens_of(4)
-    engine.store_kv(tokens)
-    engine.store.store_hidden_states(tokens[: 2 * CHUNK], rows_of(2 * CHUNK))
-    assert engine.store.store_hidden_states(tokens, rows_of(2 * CHUNK, hidden=64), token_offset=2 * CHUNK) == 2
-    assert torch.equal(engine.retrieve(tokens), rows_of(2 * CHUNK).float())
-    assert engine.store.num_cached_chunks() == 4
+# -- layers and dtypes ------------------------------------------------------------------------------------
 
 
 def test_a_prefix_ends_where_the_dtype_changes_only_for_native_rows(start):
@@ -203,21 +144,6 @@ def test_a_layer_that_is_asked_for_twice_is_read_once(start, where):
 
 TOKENS = tokens_of(2)
 GOOD = rows_of(2 * CHUNK)
-TOO_LARGE = torch.zeros(2 * CHUNK, HIDDEN, dtype=torch.float64)
-TOO_LARGE[-1, -1] = 1e300
-
-WRONG_ROWS = {
-    "complex": (GOOD.to(torch.complex64), "complex64"),
-    "bool": (GOOD > 0, "torch.bool"),
-    "int": (torch.ones(2 * CHUNK, HIDDEN, dtype=torch.int64), "torch.int64"),
-    "byte": (torch.ones(2 * CHUNK, HIDDEN, dtype=torch.uint8), "torch.uint8"),
-    "no width": (torch.empty(2 * CHUNK, 0), r"\(128, 0\)"),
-    "float64 too large": (TOO_LARGE, "float64"),
-    "one dimension": (torch.ones(2 * CHUNK), "2-D"),
-    "three dimensions": (torch.ones(2 * CHUNK, 1, HIDDEN), "2-D"),
-    "too few": (GOOD[1:], "127"),
-    "too many": (torch.ones(2 * CHUNK + 1, HIDDEN), "129"),
-}
 
 
 @pytest.fixture
@@ -233,25 +159,6 @@ def holds_nothing(engine: Engine) -> None:
     assert stats["hot_bytes"] == stats["stored_chunks"] == stats["errors_internal"] == 0
     assert engine.store.store_hidden_states(TOKENS, GOOD) == 2
     assert torch.equal(engine.retrieve(TOKENS), GOOD.float())
-
-
-@pytest.mark.parametrize("wrong", WRONG_ROWS)
-def test_wrong_rows_are_refused_with_what_was_given(engine, wrong):
-    rows, said = WRONG_ROWS[wrong]
-    with pytest.raises(ValueError, match=said):
-        engine.store.store_hidden_states(TOKENS, rows)
-    with pytest.raises(ValueError, match=said):
-        engine.store.store_layers(TOKENS, {0: GOOD, 1: rows})
-    holds_nothing(engine)
-
-
-def test_float64_that_is_not_finite_is_kept(engine):
-    rows = GOOD.double()
-    rows[0, 0], rows[1, 1] = float("inf"), float("nan")
-    assert engine.store.store_hidden_states(TOKENS, rows) == 2
-    back = engine.retrieve(TOKENS)
-    assert back[0, 0] == float("inf")
-    assert back[1, 1].isnan()
 
 
 @pytest.mark.parametrize("offset", [-1, 2 * CHUNK + 1, 1])

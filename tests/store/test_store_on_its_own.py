@@ -84,29 +84,3 @@ def test_a_wrong_setting_is_named_and_leaves_nothing_locked(
         TieredStore.open(tmp_path, model="m", **(SETTINGS | changes))
     with TieredStore.open(tmp_path, model="m", **SETTINGS, on_locked="error") as store:
         assert len(store) == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (torch.zeros(9, 4), r"first dim \(9\) must equal .*\(10\)"),
-        (torch.zeros(10), "must be 2-D"),
-        (torch.zeros(10, 4, dtype=torch.int64), "must be float"),
-        (torch.zeros(10, 0), "at least one column"),
-        (torch.full((10, 4), 1e300, dtype=torch.float64), "beyond float32's range"),
-    ],
-)
-def test_rows_that_cannot_be_kept_are_an_error_and_nothing_is_stored(
-    tmp_path: Path, rows: torch.Tensor, message: str
-) -> None:
-    with TieredStore.open(tmp_path, model="m", **SETTINGS) as store:
-        with pytest.raises(ValueError, match=message):
-            store.store(*store.prompt(range(10)), {0: rows})
-        assert len(store) == 0
-
-
-def test_float64_rows_are_kept_as_float32(tmp_path: Path) -> None:
-    rows = some_rows(10).double()
-    with TieredStore.open(tmp_path, model="m", **SETTINGS) as store:
-        assert store.store(*store.prompt(range(10)), {0: rows}) == 1
-        assert store.retrieve(store.prompt(range(10)).refs, [0], None)[0].equal(rows.float())

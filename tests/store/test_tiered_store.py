@@ -52,39 +52,6 @@ def demote_all(store: TieredStore) -> None:
     assert store.stats()["hot_chunks"] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("cold", [False, True], ids=["hot", "cold"])
-def test_rows_come_back_bit_equal_in_their_own_dtype_and_as_float32(
-    store: TieredStore, dtype: torch.dtype, cold: bool
-) -> None:
-    p, x = prompt(3), rows(3 * CHUNK, dtype=dtype)
-    x[0, 0], x[1, 1], x[2, 2] = float("nan"), float("inf"), -0.0
-    assert store.store(p.refs, p.bytes, {0: x}) == 3
-    if cold:
-        demote_all(store)
-    native = store.retrieve(p.refs, [0], None)[0]
-    assert native.dtype == dtype
-    assert native.view(torch.uint8).equal(x.view(torch.uint8))
-    out = store.retrieve(p.refs, [0])[0]
-    assert out.dtype == torch.float32
-    assert out.is_contiguous()
-    assert torch.equal(out.nan_to_num(7.0), x.float().nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("layers", [1, 4])
-def test_a_prompt_of_twelve_chunks_passes_whole_through_a_pool_of_eight(tmp_path: Path, layers: int) -> None:
-    with opened(tmp_path, chunks=8, layers=layers, write_back_sec=FOREVER) as store:
-        p = prompt(12)
-        x = {idx: rows(12 * CHUNK, seed=idx) for idx in range(layers)}
-        assert store.store(p.refs, p.bytes, x) == 12
-        for _ in range(2):
-            out = store.retrieve(p.refs, list(x))
-            assert all(torch.equal(out[idx], x[idx].float()) for idx in x)
-        assert store.stats()["hot_bytes"] <= 8 * layers * LAYER_BYTES
-        hot = [store.has(name, 0)[0] for name in p.names]
-        assert hot[:4] == [True] * 4, "the prefix stays in RAM, the suffix streams through the last slots"
-
-
 @pytest.mark.parametrize("cold", [False, True], ids=["hot", "cold"])
 @pytest.mark.parametrize("first", [True, False], ids=["first within inference mode", "first outside"])
 def test_inference_mode_binds_neither_the_store_nor_its_results(tmp_path: Path, first: bool, cold: bool) -> None:
@@ -139,16 +106,6 @@ def test_the_suffix_of_a_prompt_leaves_ram_before_its_prefix(store: TieredStore)
     store.store(other.refs, other.bytes, {0: rows(3 * CHUNK)})
     assert [store.has(name, 0)[0] for name in p.names] == [True] * 5 + [False] * 3
     assert store.stats()["demoted"] == 3
-
-
-def test_prompts_that_share_a_prefix_store_it_once(store: TieredStore) -> None:
-    shared = tokens(3, seed=77)
-    a, b = Prompt(shared + tokens(1, seed=78)), Prompt(shared + tokens(2, seed=79))
-    assert store.store(a.refs, a.bytes, {0: rows(len(a))}) == 4
-    before = store.stats()["hot_bytes"]
-    assert store.store(b.refs, b.bytes, {0: rows(len(b))}) == 2
-    assert store.stats()["hot_bytes"] - before == 2 * LAYER_BYTES
-    assert store.store(b.refs, b.bytes, {0: rows(len(b))}) == 0
 
 
 def test_a_clean_chunk_is_never_written_again(store: TieredStore) -> None:
@@ -323,14 +280,6 @@ def test_a_retrieve_ends_where_one_of_the_layers_does(store: TieredStore) -> Non
     assert store.retrieve(p.refs, [0, 7]) == {}
 
 
-@pytest.mark.parametrize("layer_idx", [-1, 0, -(2**63), 2**63 - 1])
-def test_any_layer_number_goes_to_disk_and_comes_back(store: TieredStore, layer_idx: int) -> None:
-    p, x = prompt(1), rows(CHUNK)
-    store.store(p.refs, p.bytes, {layer_idx: x})
-    demote_all(store)
-    assert torch.equal(store.retrieve(p.refs, [layer_idx])[layer_idx], x.float())
-
-
 def test_two_hidden_sizes_live_in_one_store_and_end_a_prefix_where_they_change(store: TieredStore) -> None:
     p, wide = prompt(3), rows(CHUNK, hidden=2 * HIDDEN)
     narrow = rows(2 * CHUNK)
@@ -342,26 +291,6 @@ def test_two_hidden_sizes_live_in_one_store_and_end_a_prefix_where_they_change(s
     assert torch.equal(store.read_layer(p.names[2], 0, p.refs[2].kv_key), wide)
 
 
-def test_a_chunk_sixteen_times_larger_finds_room_among_small_ones(tmp_path: Path) -> None:
-    with opened(tmp_path, chunks=20) as store:
-        small = prompt(20)
-        store.store(small.refs, small.bytes, {0: rows(20 * CHUNK)})
-        big, x = prompt(1), rows(CHUNK, hidden=16 * HIDDEN)
-        assert store.store(big.refs, big.bytes, {0: x}) == 1
-        assert torch.equal(store.retrieve(big.refs, [0])[0], x.float())
-        assert torch.equal(store.retrieve(small.refs, [0])[0], rows(20 * CHUNK).float())
-
-
-def test_a_chunk_that_can_never_fit_evicts_nobody(store: TieredStore) -> None:
-    small = prompt(8)
-    store.store(small.refs, small.bytes, {0: rows(8 * CHUNK)})
-    store.flush(10)
-    big = prompt(1)
-    assert store.store(big.refs, big.bytes, {0: rows(CHUNK, hidden=9 * HIDDEN)}) == 0
-    assert store.stats()["hot_chunks"] == 8
-    assert store.stats()["drops_no_room"] == 1
-
-
 @pytest.mark.parametrize("hidden", [HIDDEN, 100, 7], ids=lambda hidden: f"hidden{hidden}")
 def test_a_shorter_tail_and_odd_sizes_are_filed_and_read(store: TieredStore, hidden: int) -> None:
     p = Prompt(tokens(2.4, seed=hidden), tail=True)
@@ -369,15 +298,6 @@ def test_a_shorter_tail_and_odd_sizes_are_filed_and_read(store: TieredStore, hid
     assert store.store(p.refs, p.bytes, {0: x}) == 3
     assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
     demote_all(store)
-    assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
-
-
-def test_rows_that_start_later_leave_earlier_chunks_alone(store: TieredStore) -> None:
-    p, x = prompt(3), rows(3 * CHUNK)
-    assert store.store(p.refs[:1], p.bytes, {0: x[:CHUNK]}) == 1
-    assert store.store(p.refs, p.bytes, {0: x[CHUNK + 5 :]}, row_offset=CHUNK + 5) == 1
-    assert len(store.retrieve(p.refs, [0])[0]) == CHUNK
-    assert store.store(p.refs, p.bytes, {0: x[CHUNK:]}, row_offset=CHUNK) == 1
     assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 
 
