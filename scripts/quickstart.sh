@@ -85,7 +85,11 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
     echo "quickstart: installing into $venv (once, a minute or two)"
     make_venv
     install_torch
-    install "${packages[@]}" -e "$root"
+    install "${packages[@]}"
+    (   # its metadata is built in the source tree: not while scripts/test.sh installs it as well
+        mkdir -p "$root/build" && exec 9>"$root/build/setup.lock" && flock 9
+        install -e "$root"
+    )
     install --no-deps "$model"
     printf '%s\n' "$wanted" >"$stamp"
 fi

@@ -24,11 +24,12 @@ from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.format.pages import ALIGN
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.memory.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from tests.support.amounts import amount
 from tests.support.disks import INJECTED
 from tests.support.figures import tell
 
 FILES = FileLayer()
-FUZZ_SEC = float(os.environ.get("HS_FUZZ_SEC", "20"))
+FUZZ_SEC = amount("HS_FUZZ_SEC", 8, 60)
 
 
 @pytest.fixture

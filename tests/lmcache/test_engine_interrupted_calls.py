@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.amounts import amount
 from tests.support.engines import CHUNK, Engine, make_config
 from tests.support.figures import tell
 from tests.support.interrupts import InterruptedThread, run_interrupted
@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-SECONDS = float(os.environ.get("HS_FUZZ_SEC", "20")) / 4
+SECONDS = amount("HS_FUZZ_SEC", 20, 100) / 4
 HIDDEN = 64
 POOL = 24
 PROMPTS = [[seed * 1000 + token for token in range(CHUNK * (1 + seed % 6))] for seed in range(12)]

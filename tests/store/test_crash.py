@@ -1,7 +1,7 @@
 """A writer killed at a random moment, again and again: whatever is found afterwards is whole.
 
-One process imports everything once and forks a writer for each round, so that a hundred kills take a
-minute. The writers use the tiers alone.
+One process imports everything once and forks a writer for each round, so that a hundred kills take a minute. The
+writers use the tiers alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.amounts import amount
 from tests.support.figures import tell
 
-KILLS = 100
+KILLS = int(amount("HS_CRASHES", 20, 100))
 
 ZYGOTE = r"""
 import os, random, signal, sys, time
@@ -121,7 +122,7 @@ print(f"crashes survived: {{survived}}")
 @pytest.mark.slow
 @pytest.mark.parametrize("fsync", [False, True])
 def test_a_directory_is_whole_after_every_kill(tmp_path: Path, fsync: bool) -> None:
-    kills = KILLS if not fsync else KILLS // 5
+    kills = KILLS if not fsync else KILLS // 4
     code = ZYGOTE.format(path=sys.path, cold_path=str(tmp_path), kills=kills, fsync=fsync)
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
 import threading
@@ -21,13 +20,14 @@ from lmcache_hs_backend.tiers.flows.bell import Bell, Latch
 from lmcache_hs_backend.tiers.flows.retrieve_chunks import Retrieve
 from lmcache_hs_backend.tiers.memory import copies
 from lmcache_hs_backend.tiers.memory.copies import SharedCopies
+from tests.support.amounts import amount
 from tests.support.figures import tell
 from tests.support.interrupts import Interrupt, InterruptAt, InterruptedThread, run_interrupted
 from tests.support.prompts import HIDDEN, LAYER_BYTES, Prompt, check_balance, honest_rows, opened, tokens
 from tests.support.sharing import MODEL
 from tests.support.waiting import wait_until
 
-SECONDS = float(os.environ.get("HS_FUZZ_SEC", "20")) / 4
+SECONDS = amount("HS_FUZZ_SEC", 20, 100) / 4
 LAYERS = (0, 3)
 POOL = 40  # chunks of two layers
 PROMPTS = [Prompt(tokens(number % 9 + 1, seed=number)) for number in range(24)]

@@ -20,6 +20,7 @@ import torch
 from lmcache_hs_backend.format.reader import ColdTierReader
 from lmcache_hs_backend.tiers.flows.share import Share
 from lmcache_hs_backend.tiers.shared.bucket import Bucket
+from tests.support.amounts import amount
 from tests.support.figures import tell
 from tests.support.prompts import CHUNK, LAYER_BYTES, Prompt, honest_rows, opened, prompt
 from tests.support.seaweed import SeaweedServer
@@ -30,8 +31,8 @@ pytest.importorskip("obstore")
 
 ARCHIVE: dict[str, Any] = {"shared_write": "archive", "on_kv_gone": "archive"}
 #: How often a node is killed, and how many chunks wait for a bucket that is away; the nightly run has more.
-KILLS = int(os.environ.get("HS_SHARED_KILLS", "5"))
-BACKLOG = int(os.environ.get("HS_SHARED_BACKLOG", "300"))
+KILLS = int(amount("HS_SHARED_KILLS", 5, 100))
+BACKLOG = int(amount("HS_SHARED_BACKLOG", 300, 10_000))
 #: A bucket on a port that refuses.
 NO_BUCKET: dict[str, Any] = {
     "shared_url": "s3://nowhere/hs",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from lmcache_hs_backend.format.reader import ColdTierReader, NotAColdPath
+from tests.support.amounts import amount
 from tests.support.figures import tell
 from tests.support.inspecting import inspect_json
 
 pytestmark = pytest.mark.slow
 
-SECONDS = float(os.environ.get("HS_STRESS_SEC", "30")) / 2
+SECONDS = amount("HS_STRESS_SEC", 8, 30) / 2
 
 WORKER = r"""
 import json, random, sys, time

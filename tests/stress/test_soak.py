@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.amounts import amount
 from tests.support.figures import tell
 from tests.support.prompts import CHUNK, LAYER_BYTES, Prompt, check_balance, honest_rows, opened
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-SECONDS = float(os.environ.get("HS_SOAK_SEC", "20"))
+SECONDS = amount("HS_SOAK_SEC", 10, 60)
 
 
 def resident_bytes() -> int:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.amounts import amount
 from tests.support.engines import CHUNK, Engine, make_config
 from tests.support.figures import tell
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SECONDS = float(os.environ.get("HS_STRESS_SEC", "30"))
+SECONDS = amount("HS_STRESS_SEC", 8, 30)
 HIDDEN = 256
 LAYERS = (0, 3)
 SLOT = CHUNK * HIDDEN * 2
