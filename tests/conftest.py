@@ -45,6 +45,16 @@ def disk() -> Iterator[Any]:
     disk.resume()
 
 
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An S3-compatible server for all tests, each in a folder of its own. A test that stops one starts its own."""
+    from tests.support.seaweed import SeaweedServer
+
+    server = SeaweedServer(tmp_path_factory.mktemp("weed"))
+    yield server
+    server.stop()
+
+
 @pytest.fixture
 def cold_path(tmp_path: Path) -> Path:
     return tmp_path / "cold"

@@ -12,38 +12,33 @@ import torch
 
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.errors import DatasetError
-from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.formats import FORMATS, format_of
 from lmcache_hs_backend.dataset.formats.torchspec import packed
-from tests.support.dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
+from tests.support.dataset_capture import (
+    AUX,
+    HIDDEN,
+    LAST,
+    Writer,
+    aux_of,
+    ids_of,
+    normed,
+    rows_of,
+    save_norm,
+    store_prompts,
+)
+from tests.support.extracting import extract
 
 PROMPTS = [ids_of(50), ids_of(32) + ids_of(30, seed=1), ids_of(10, seed=2), ids_of(90, seed=3)]
 
 
 @pytest.fixture
 def stored(cold_path: Path) -> Path:
-    with Writer(cold_path) as writer:
-        for ids in PROMPTS:
-            writer.put(ids)
-    return cold_path
+    return store_prompts(cold_path, PROMPTS)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return str(save_norm(tmp_path / "model"))
-
-
-def extract(stored: Path, out: Path, *options: str) -> dict[str, Any]:
-    assert main([str(stored), "--out", str(out), "-q", *options]) == 0
-    return json.loads((out / "manifest.json").read_text())
-
-
-def aux(ids: list[int]) -> torch.Tensor:
-    return stacked_of(ids, AUX).flatten(1)
-
-
-def normed(model: str, ids: list[int]) -> torch.Tensor:
-    return FinalNorm.load(model)(rows_of(ids, LAST)).bfloat16()
 
 
 def specforge_batches(out: Path, algorithm: str) -> list[dict[str, torch.Tensor]]:
@@ -75,7 +70,7 @@ def test_specforges_own_readers_take_every_algorithm(stored: Path, model: str, t
     assert len(batches) == len(found) == len(PROMPTS)
     for ids in PROMPTS:
         batch = found[tuple(ids)]
-        assert torch.equal(batch["hidden_states"], aux(ids).unsqueeze(0))
+        assert torch.equal(batch["hidden_states"], aux_of(ids).unsqueeze(0))
         assert batch["loss_mask"].tolist() == [[1] * len(ids)]
         if algorithm == "dspark":
             assert torch.equal(batch["target_last_hidden_states"], normed(model, ids).unsqueeze(0))
@@ -167,7 +162,7 @@ def test_torchspecs_folder(stored: Path, model: str, tmp_path: Path, algorithm: 
     for ids in PROMPTS:
         record = found[tuple(ids)]
         assert record["input_ids"].shape == (1, len(ids))
-        assert torch.equal(record["hidden_states"], aux(ids).unsqueeze(0))
+        assert torch.equal(record["hidden_states"], aux_of(ids).unsqueeze(0))
         assert unpacked(record["packed_loss_mask"]) == [1] * len(ids)
         if algorithm in ("dflash", "domino"):
             assert "last_hidden_states" not in record

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +22,12 @@ from safetensors.torch import load_file
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.journal import STATE
-from tests.support.dataset_capture import AUX, LAST, VLLM, Writer, ids_of, rows_of, save_norm
+from tests.support.dataset_capture import AUX, LAST, VLLM, Writer, ids_of, rows_of, save_norm, store_prompts
+from tests.support.extracting import COMMAND, contents, environment, manifest_of
 from tests.support.processes import takes_sigint
+from tests.support.terminals import on_a_terminal, without_escapes
 from tests.support.waiting import wait_until
 
-COMMAND = [sys.executable, "-m", "lmcache_hs_backend.cli.extract"]
 PROMPTS = [ids_of(30, seed=seed) for seed in range(40)]
 FORMATS = ["speculators", "specforge", "modelopt", "deepspec"]
 
@@ -47,27 +42,12 @@ def nan_in(ids: list[int], slot: int) -> torch.Tensor:
 
 @pytest.fixture
 def stored(cold_path: Path) -> Path:
-    with Writer(cold_path) as writer:
-        for ids in PROMPTS:
-            writer.put(ids, make=nan_in)
-    return cold_path
+    return store_prompts(cold_path, PROMPTS, make=nan_in)
 
 
 @pytest.fixture
 def norm(tmp_path: Path) -> str:
     return str(save_norm(tmp_path / "model"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def manifest_of(out: Path) -> dict[str, Any]:
-    return json.loads((out / "manifest.json").read_text())
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
 
 
 # -- killed and resumed ----------------------------------------------------------------------------------
@@ -256,18 +236,10 @@ def test_the_manifest_says_what_is_there_and_what_it_was_made_of(stored: Path, t
 
 
 def test_in_a_terminal_a_bar_shows_rows_tokens_speed_and_the_time_left(stored: Path, tmp_path: Path) -> None:
-    terminal, side = pty.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("4H", 40, 200, 0, 0))
     command = [*COMMAND, str(stored), "--out", str(tmp_path / "out"), "--format", "modelopt"]
-    process = subprocess.Popen(command, env=environment() | {"TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=side)
-    os.close(side)
-    shown = b""
-    with contextlib.suppress(OSError):  # a terminal whose other side is closed
-        while more := os.read(terminal, 65536):
-            shown += more
-    os.close(terminal)
-    assert process.wait(60) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    status, shown = on_a_terminal(command, environment(), output=False)
+    assert status == 0
+    text = without_escapes(shown)
     assert "40/40 rows, 1140 tokens" in text
     assert re.search(r"\d B/s|\d [kM]B/s", text)
     assert re.search(r"\d:\d\d:\d\d", text)

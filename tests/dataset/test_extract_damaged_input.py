@@ -20,7 +20,8 @@ from lmcache_hs_backend.dataset.errors import RowRejected
 from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.journal import STATE, Journal
 from lmcache_hs_backend.dataset.masks import LossMask
-from tests.support.dataset_capture import Writer, ids_of, rows_of, save_norm
+from tests.support.dataset_capture import Writer, ids_of, rows_of, save_norm, store_prompts
+from tests.support.extracting import manifest_of
 
 PROMPTS = [ids_of(30, seed=seed) for seed in range(6)]
 
@@ -31,14 +32,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def cold(cold_path: Path) -> Path:
-    with Writer(cold_path) as writer:
-        for ids in PROMPTS:
-            writer.put(ids)
-    return cold_path
-
-
-def manifest(out: Path) -> dict[str, Any]:
-    return json.loads((out / "manifest.json").read_text())
+    return store_prompts(cold_path, PROMPTS)
 
 
 def killed_after(
@@ -77,7 +71,7 @@ def test_sequences_that_a_cut_makes_equal_are_one_wherever_it_lies(
     out = tmp_path / "out"
     options = ["--format", "modelopt", "--max-tokens", str(max_tokens), "-q"]
     assert main([str(cold_path), "--out", str(out), *options]) == 0
-    (sample,) = manifest(out)["samples"]
+    (sample,) = manifest_of(out)["samples"]
     assert torch.load(out / sample["file"], weights_only=True)["input_ids"].tolist() == common[:max_tokens]
 
 
@@ -93,7 +87,7 @@ def test_chunks_of_two_sizes_are_not_mixed_and_one_of_them_can_be_chosen(
     for chunk in (16, 64):
         out = tmp_path / str(chunk)
         assert main([*arguments, str(out), "--chunk-size", str(chunk)]) == 0
-        assert [sample["tokens"] for sample in manifest(out)["samples"]] == [128]
+        assert [sample["tokens"] for sample in manifest_of(out)["samples"]] == [128]
     assert main([*arguments, str(tmp_path / "none"), "--chunk-size", "8"]) == 1
     assert "as --chunk-size says" in capsys.readouterr().err
 
@@ -152,11 +146,11 @@ def test_a_run_that_is_resumed_goes_on_with_the_layers_and_the_model_that_it_beg
     with Writer(cold, model="org/another") as writer:
         writer.put(PROMPTS[0])
     assert main([str(cold), "--out", str(out), "--resume", *options]) == 0
-    assert manifest(out)["layers"] == manifest(unbroken)["layers"]
-    shapes = {load_file(out / sample["file"])["hidden_states"].shape for sample in manifest(out)["samples"]}
+    assert manifest_of(out)["layers"] == manifest_of(unbroken)["layers"]
+    shapes = {load_file(out / sample["file"])["hidden_states"].shape for sample in manifest_of(out)["samples"]}
     assert len(shapes) == 1
-    assert [sample["xxh3"] for sample in manifest(out)["samples"]] == [
-        sample["xxh3"] for sample in manifest(unbroken)["samples"]
+    assert [sample["xxh3"] for sample in manifest_of(out)["samples"]] == [
+        sample["xxh3"] for sample in manifest_of(unbroken)["samples"]
     ]
 
 
@@ -171,7 +165,7 @@ def test_the_coverage_is_that_of_the_plan(cold: Path, tmp_path: Path, monkeypatc
         writer.put(longer)
     assert main([*arguments, "--resume"]) == 0
     covered = [json.loads(line)["covered"] for line in (out / "coverage.jsonl").read_text().splitlines()]
-    assert covered[0] == manifest(out)["samples"][0]["tokens"] == 16
+    assert covered[0] == manifest_of(out)["samples"][0]["tokens"] == 16
 
 
 @pytest.mark.parametrize("format_", ["speculators", "specforge", "modelopt"])
@@ -192,7 +186,7 @@ def test_a_sample_that_was_put_in_its_place_unsaid_and_is_gone_now_is_no_stray_f
             writer.put(ids)
     listed = (out / STATE / "plan.jsonl").read_text().splitlines()[1:]
     assert main([*arguments, "--resume"]) == 0
-    names = {os.path.basename(sample["file"]) for sample in manifest(out)["samples"]}
+    names = {os.path.basename(sample["file"]) for sample in manifest_of(out)["samples"]}
     here = {path.name for path in out.rglob("*") if path.is_file()}
     assert len(listed) == len(PROMPTS)
     assert here & published == names & published

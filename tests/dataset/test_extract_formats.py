@@ -15,7 +15,6 @@ import xxhash
 
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.chains import Report, leaves, read_once
-from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.dataset.forest import UsableForest
 from lmcache_hs_backend.dataset.formats.base import HashingFile
 from lmcache_hs_backend.dataset.formats.deepspec import DeepSpec
@@ -23,17 +22,27 @@ from lmcache_hs_backend.dataset.formats.speculators import _ratio
 from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from tests.support.connectors import hs_connectors
-from tests.support.dataset_capture import AUX, HIDDEN, LAST, Writer, ids_of, rows_of, save_norm, stacked_of
+from tests.support.dataset_capture import (
+    AUX,
+    HIDDEN,
+    LAST,
+    Writer,
+    aux_of,
+    ids_of,
+    normed,
+    rows_of,
+    save_norm,
+    stacked_of,
+    store_prompts,
+)
+from tests.support.extracting import extract
 
 PROMPTS = [ids_of(50), ids_of(32) + ids_of(30, seed=1), ids_of(10, seed=2), ids_of(90, seed=3)]
 
 
 @pytest.fixture
 def stored(cold_path: Path) -> Path:
-    with Writer(cold_path) as writer:
-        for ids in PROMPTS:
-            writer.put(ids)
-    return cold_path
+    return store_prompts(cold_path, PROMPTS)
 
 
 @pytest.fixture
@@ -41,24 +50,11 @@ def model(tmp_path: Path) -> Path:
     return save_norm(tmp_path / "model")
 
 
-def extract(stored: Path, out: Path, *options: str) -> dict[str, Any]:
-    assert main([str(stored), "--out", str(out), "-q", *options]) == 0
-    return json.loads((out / "manifest.json").read_text())
-
-
 def by_ids(items: list[tuple[torch.Tensor, Any]]) -> list[tuple[list[int], Any]]:
     """Every prompt exactly once, in the order of PROMPTS."""
     found = {tuple(ids.tolist()): value for ids, value in items}
     assert len(found) == len(items) == len(PROMPTS)
     return [(prompt, found[tuple(prompt)]) for prompt in PROMPTS]
-
-
-def normed(model: Path, ids: list[int]) -> torch.Tensor:
-    return FinalNorm.load(str(model))(rows_of(ids, LAST)).bfloat16()
-
-
-def aux(ids: list[int]) -> torch.Tensor:
-    return stacked_of(ids, AUX).flatten(1)
 
 
 # -- speculators -----------------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def test_specforge_files_hold_the_normed_last_layer(stored: Path, model: Path, t
     loaded = [torch.load(path, mmap=True, weights_only=True) for path in paths]
     for ids, sample in by_ids([(sample["input_ids"], sample) for sample in loaded]):
         assert sample["loss_mask"].tolist() == [1] * len(ids)
-        assert torch.equal(sample["aux_hidden_state"], aux(ids).unsqueeze(0))
+        assert torch.equal(sample["aux_hidden_state"], aux_of(ids).unsqueeze(0))
         assert torch.equal(sample["hidden_state"], normed(model, ids).unsqueeze(0))
     assert manifest["layers"]["output_ids"] == [1, 3, 4]
     assert manifest["last_layer"] == "post-norm"
@@ -173,7 +169,7 @@ def test_modelopt_flags_the_side_of_the_norm(stored: Path, model: Path, tmp_path
     for ids, sample in by_ids([(sample["input_ids"], sample) for sample in loaded]):
         assert sample["hidden_states_prenorm"] is not with_norm
         assert torch.equal(sample["hidden_states"], normed(model, ids) if with_norm else rows_of(ids, LAST))
-        assert torch.equal(sample["aux_hidden_states"], aux(ids))
+        assert torch.equal(sample["aux_hidden_states"], aux_of(ids))
         assert isinstance(sample["conversation_id"], str)
 
 
@@ -225,7 +221,7 @@ def test_deepspec_cache_reads_as_described(
     assert manifest["target_model_name_or_path"] == "org/tiny"
     assert (manifest["num_shards"] > 1) == (shard_bytes is not None)
     for ids, sample in by_ids([(s["input_ids"].long(), s) for s in read_target_cache(out)]):
-        assert torch.equal(sample["target_hidden_states"], aux(ids))
+        assert torch.equal(sample["target_hidden_states"], aux_of(ids))
         assert torch.equal(sample["target_last_hidden_states"], normed(model, ids))
         assert sample["attention_mask"].tolist() == sample["loss_mask"].tolist() == [1] * len(ids)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ import pytest
 
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.journal import Journal
-from tests.support.dataset_capture import HIDDEN, Writer, ids_of, rows_of, save_norm
+from tests.support.dataset_capture import HIDDEN, ids_of, rows_of, save_norm, store_prompts
+from tests.support.disks import tmpfs
+from tests.support.extracting import contents
 
 PROMPTS = [ids_of(60, seed=seed) for seed in range(12)]
 FORMATS = ["speculators", "specforge", "modelopt", "deepspec"]
@@ -21,26 +22,13 @@ FORMATS = ["speculators", "specforge", "modelopt", "deepspec"]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 4 MB of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {result.stderr.strip()}")
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
+    with tmpfs(tmp_path / "disk", "size=4m", may_be_open=False):
+        yield tmp_path / "disk"
 
 
 @pytest.fixture
 def stored(cold_path: Path) -> Path:
-    with Writer(cold_path) as writer:
-        for ids in PROMPTS:
-            writer.put(ids, make=lambda ids, slot: rows_of(ids, slot).repeat(1, 8))
-    return cold_path
+    return store_prompts(cold_path, PROMPTS, make=lambda ids, slot: rows_of(ids, slot).repeat(1, 8))
 
 
 class Plenty:
@@ -73,10 +61,6 @@ def after(count: int, then: Callable[[], None]) -> Callable[[Journal, Any], None
             then()
 
     return wrapped
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("samples", [0, 3, len(PROMPTS)], ids=["at the plan", "at a row", "at the end"])

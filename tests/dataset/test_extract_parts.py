@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 
 from lmcache_hs_backend.cli.extract import main
 from lmcache_hs_backend.dataset.journal import STATE
-from tests.support.dataset_capture import Writer, ids_of, rows_of, save_norm
+from tests.support.dataset_capture import Writer, ids_of, rows_of, save_norm, store_prompts
+from tests.support.extracting import contents, environment
 from tests.support.ray_cluster import ray_cluster
 from tests.support.waiting import wait_until
 
@@ -33,19 +33,7 @@ def rows_with_faults(ids: list[int], slot: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cold = tmp_path_factory.mktemp("stored") / "cold"
-    with Writer(cold) as writer:
-        for ids in CONVERSATIONS:
-            writer.put(ids, make=rows_with_faults)
-    return cold
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return store_prompts(tmp_path_factory.mktemp("stored") / "cold", CONVERSATIONS, make=rows_with_faults)
 
 
 #: Runs the command, and stops for good when it has said of so many samples what became of them.

@@ -34,13 +34,6 @@ SYSTEM = ids_of(32, seed=999)
 CONVERSATIONS = [SYSTEM + ids_of(40 + seed % 9, seed=seed) for seed in range(24)]
 
 
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(tmp_path_factory.mktemp("weed"))
-    yield server
-    server.stop()
-
-
 def fill_nodes(folder: Path, urls: list[str], weed: SeaweedServer, conversations: list[list[int]]) -> None:
     """Store them on ``folder/node0``, …, each with a shared tier: most on one node, every sixteenth on all."""
     for node, url in enumerate(urls):

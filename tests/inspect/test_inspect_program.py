@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 from lmcache_hs_backend.cli import inspect as program
 from lmcache_hs_backend.cli.inspect import COMMANDS
 from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
+from tests.support import terminals
 from tests.support.cold_paths import CHUNK, add_prompt, namespace, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, fails, inspect
 from tests.support.processes import takes_sigint
@@ -38,19 +38,10 @@ ARGUMENTS = {
 
 def on_a_terminal(*args: object, columns: int = 100, **env: str) -> str:
     """What the program prints on a terminal of so many columns."""
-    ours, theirs = pty.openpty()
     settings = environment(**{"TERM": "xterm-256color", "COLUMNS": str(columns), "NO_COLOR": "", **env})
-    process = subprocess.Popen([*PROGRAM, *map(str, args)], stdin=theirs, stdout=theirs, stderr=theirs, env=settings)
-    os.close(theirs)
-    printed = b""
-    try:
-        while data := os.read(ours, 65536):
-            printed += data
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    assert process.wait(60) in (0, 1)
-    return printed.decode()
+    status, printed = terminals.on_a_terminal([*PROGRAM, *map(str, args)], settings)
+    assert status in (0, 1)
+    return printed
 
 
 @pytest.mark.parametrize("command", COMMANDS)

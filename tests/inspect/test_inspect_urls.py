@@ -47,13 +47,6 @@ class Filled(NamedTuple):
         return [found.path for found in self.objects.list() if found.path.endswith(".safetensors")]
 
 
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(tmp_path_factory.mktemp("weed"))
-    yield server
-    server.stop()
-
-
 def fill(server: SeaweedServer, folder: Path, name: str) -> Filled:
     filled = Filled(f"s3://{BUCKET}/{name}", server.options(), folder / "cold")
     shared = {"shared_url": filled.url, "shared_options": filled.options}

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +26,7 @@ from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
 from tests.support.cold_paths import CHUNK, HIDDEN, MODEL, Prompt, add_prompt, file_bytes, namespace, refs_of, tokens_of
 from tests.support.inspecting import PROGRAM, blocking, environment, inspect, inspect_json
 from tests.support.processes import takes_sigint
+from tests.support.terminals import on_a_terminal, without_escapes
 from tests.support.waiting import wait_until
 
 
@@ -376,18 +372,9 @@ class TestBesideARunningStore:
 
 def test_on_a_terminal_a_bar_shows_how_far_it_is(cold: Path) -> None:
     add_prompt(namespace(cold), tokens_of(5 * CHUNK))
-    terminal, side = pty.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("4H", 40, 200, 0, 0))
-    command = [*PROGRAM, "verify", str(cold)]
-    process = subprocess.Popen(command, env=environment() | {"TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=side)
-    os.close(side)
-    shown = b""
-    with contextlib.suppress(OSError):  # a terminal whose other side is closed
-        while more := os.read(terminal, 65536):
-            shown += more
-    os.close(terminal)
-    assert process.wait(60) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    status, shown = on_a_terminal([*PROGRAM, "verify", str(cold)], environment(), output=False)
+    assert status == 0
+    text = without_escapes(shown)
     assert "reading files" in text
     assert "41.0/41.0 kB" in text
     assert re.search(r"following chains .* 5/5", text)

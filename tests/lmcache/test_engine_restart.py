@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.support.engines import (
     rows_of,
     tokens_of,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import hold_up, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -88,12 +87,7 @@ def test_a_prompt_that_is_stored_again_while_recovery_is_under_way_counts(
 
 
 def _recovery_finds_the_files_after_a_copy(monkeypatch):
-    copied = threading.Event()
-    scan = Recover._scan_top
-
-    def scan_late(recovery):
-        assert copied.wait(10)
-        return scan(recovery)
+    copied = hold_up(monkeypatch, Recover, "_scan_top")
 
     def during(store):
         def hook():
@@ -102,7 +96,6 @@ def _recovery_finds_the_files_after_a_copy(monkeypatch):
 
         return store.debug.between_copy_and_publication(hook)
 
-    monkeypatch.setattr(Recover, "_scan_top", scan_late)
     return during
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -25,6 +24,7 @@ from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
 from lmcache_hs_backend.integrations.lmcache_mp.hot_memory import HotMemory
 from tests.support.mp_server import CHUNK, MODEL, ROOT, MpServer
+from tests.support.threads import side_by_side
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -241,11 +241,7 @@ def test_threads_of_one_client_do_not_disturb_each_other(shared_server: MpServer
             if client.store_hidden_states(tokens, rows) != 3 or not is_served(client, tokens, rows):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, range(6))
     assert not wrong
     client.close()
 

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import itertools
 import random
-import threading
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from lmcache_hs_backend.format.pages import ALIGN
 from lmcache_hs_backend.tiers.memory.arena import HUGE_PAGE, Arena
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
 from lmcache_hs_backend.tiers.state.slots import FreeList
+from tests.support.threads import side_by_side
 
 
 @settings(deadline=None, max_examples=150)
@@ -122,9 +122,5 @@ def test_threads_never_get_the_same_buffer() -> None:
             if not bool((rows == number * 1000 + turn).all()):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=use, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(use, range(6))
     assert not wrong

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.seaweed import SeaweedServer
-
-
-@pytest.fixture(scope="session")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    """A server for all tests, each in a folder of its own. A test that stops one starts its own."""
-    server = SeaweedServer(tmp_path_factory.mktemp("weed"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture(params=["file", "s3"])

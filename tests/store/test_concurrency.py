@@ -30,6 +30,7 @@ from tests.support.prompts import (
     Prompt,
     check_balance,
     chunk_files,
+    on_disk,
     opened,
     prompt,
     rows,
@@ -38,18 +39,6 @@ from tests.support.prompts import (
 from tests.support.waiting import wait_until
 
 FOREVER = 3600.0
-
-
-def on_disk(store: TieredStore, num_chunks: int) -> tuple[Prompt, torch.Tensor]:
-    p, x = prompt(num_chunks), rows(num_chunks * CHUNK)
-    assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
-    assert store.flush(10) == 0
-    demote(store)
-    return p, x
-
-
-def demote(store: TieredStore) -> None:
-    store.debug.evict_clean()
 
 
 # -- writes and leases -------------------------------------------------------------------------------------
@@ -91,7 +80,7 @@ def test_a_chunk_whose_write_crashes_is_not_tried_for_ever_and_holds_up_nobody(t
         q, x = prompt(2), rows(2 * CHUNK)
         store.store(q.refs, q.bytes, {0: x})
         wait_until(lambda: store.covered(q.names, [0]) == 2 and store.stats()["queue_writes"] == 0)
-        demote(store)
+        store.debug.evict_clean()
         assert torch.equal(store.retrieve(q.refs, [0])[0], x.float())
         assert store.stats()["errors_internal"] == 1
         assert store.stats()["drops_unwritable"] == 1
@@ -294,7 +283,7 @@ def test_the_memory_of_a_cold_result_comes_back_without_a_garbage_collection(
             store.retrieve(p.refs, [0])
             wait_until(lambda: store.debug.memory().idle_buffers >= 6 * 2 * LAYER_BYTES)  # float32
             idle = store.debug.memory().idle_buffers
-            demote(store)
+            store.debug.evict_clean()
             store.retrieve(p.refs, [0])
             wait_until(lambda: store.debug.memory().idle_buffers >= 6 * 2 * LAYER_BYTES)
             if promote:
@@ -349,7 +338,7 @@ def test_a_read_of_a_dropped_chunk_does_not_touch_its_successors_file(tmp_path: 
         late.join()
         assert found == [{}]
         assert store.stats()["misses_absent"] == 1
-        demote(store)
+        store.debug.evict_clean()
         assert store.stats()["quarantined_chunks"] == 0
         out = store.retrieve(p.refs, [0, 3])
         assert all(torch.equal(out[idx], y[idx].float()) for idx in y)
@@ -369,7 +358,7 @@ def test_a_chunk_dropped_while_it_is_written_and_stored_again_has_the_new_file(
         store.store(p.refs, p.bytes, {0: rows(CHUNK, seed=2)})
         disk.resume()
         assert store.flush(10) == 0
-        demote(store)
+        store.debug.evict_clean()
         assert torch.equal(store.retrieve(p.refs, [0])[0], rows(CHUNK, seed=2).float())
         assert len(chunk_files(tmp_path)) == 1
         check_balance(store)
@@ -615,7 +604,7 @@ def test_links_in_the_place_of_our_directories_lead_nowhere(tmp_path: Path) -> N
         store.kv_gone(p.names[:1])
         wait_until(lambda: store.stats()["archived_chunks"] == 1)
         os.truncate(store.debug.path(p.names[1]), 10)
-        demote(store)
+        store.debug.evict_clean()
         store.retrieve(p.refs[1:], [0])
     assert not list(outside.iterdir())
 
@@ -653,7 +642,7 @@ def test_more_layers_than_a_file_may_have_are_left_out(tmp_path: Path) -> None:
         p, x = prompt(1), rows(CHUNK)
         assert store.store(p.refs, p.bytes, dict.fromkeys(range(1005), x)) == 1
         assert store.flush(20) == 0
-        demote(store)
+        store.debug.evict_clean()
         assert torch.equal(store.retrieve(p.refs, [999])[999], x.float())
         assert store.retrieve(p.refs, [1000]) == {}
         assert store.stats()["quarantined_chunks"] == 0

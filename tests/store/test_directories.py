@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ import torch
 from lmcache_hs_backend.format import chunk_file, layout
 from lmcache_hs_backend.tiered import TieredStore
 from tests.store.test_environment import PLAIN, run_python
-from tests.support.disks import INJECTED, FaultyDisk
+from tests.support.disks import INJECTED, FaultyDisk, tmpfs
 from tests.support.prompts import (
     CHUNK,
     IDENT,
@@ -197,22 +196,6 @@ def test_a_bad_file_that_cannot_be_set_aside_counts_until_it_is_gone(tmp_path: P
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def tmpfs(path: Path, options: str) -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_full_disk_that_failed_once_is_read_again_although_it_takes_not_a_byte(

@@ -195,40 +195,26 @@ def test_clearing_300_000_chunks_takes_the_caller_less_than_50_ms(tmp_path: Path
         assert len(store) == 0
 
 
-def test_deletions_do_not_starve_writes(tmp_path: Path) -> None:
-    class SlowUnlink(FaultyDisk):
-        slow = 0.0
-
-        def unlink(self, path: str) -> None:
-            time.sleep(self.slow)
-            super().unlink(path)
-
-    disk = SlowUnlink()
+def test_deletions_do_not_starve_writes(tmp_path: Path, disk: FaultyDisk) -> None:
     with opened(tmp_path, files=disk, chunks=64, write_back_sec=0) as store:
         old = [on_disk(store, 32, seed)[0] for seed in range(1, 9)]
-        disk.slow = 0.02
+        disk.unlink_sec = 0.02
         for p in old:
             store.drop(p.names, durable=False)
         new = prompt(8)
         store.store(new.refs, new.bytes, {0: rows(8 * CHUNK)})
         wait_until(lambda: all(os.path.exists(store.debug.path(name)) for name in new.names), 5)
         assert store.debug.busy(), "the deletions are not over yet"
-        disk.slow = 0.0
+        disk.unlink_sec = 0.0
 
 
 @pytest.mark.timing
-def test_deletions_that_are_left_do_not_keep_the_directory_from_the_next_store(tmp_path: Path) -> None:
-    class SlowUnlink(FaultyDisk):
-        slow = 0.0
-
-        def unlink(self, path: str) -> None:
-            time.sleep(self.slow)
-            super().unlink(path)
-
-    disk = SlowUnlink()
+def test_deletions_that_are_left_do_not_keep_the_directory_from_the_next_store(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
     store = TieredStore(settings(tmp_path, close_timeout_sec=1), 512 * LAYER_BYTES, IDENT, files=disk)
     p, _ = on_disk(store, 400)
-    disk.slow = 0.1
+    disk.unlink_sec = 0.1
     store.drop(p.names, durable=False)
     started = time.monotonic()
     store.close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from lmcache_hs_backend.config import ConfigError
 from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.tiered import TieredStore
-from tests.support.disks import INJECTED, FaultyDisk
+from tests.support.disks import INJECTED, FaultyDisk, tmpfs
 from tests.support.figures import tell
 from tests.support.prompts import (
     CHUNK,
@@ -33,7 +31,7 @@ from tests.support.prompts import (
     rows,
     tokens,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import Stalls, wait_until
 
 MB = 1_000_000
 FOREVER = 3600.0
@@ -164,20 +162,6 @@ def test_min_free_disk_stays_free_on_a_real_disk_whoever_fills_it(tmp_path: Path
             assert store.flush(10) == 0
             assert store.stats()["cold_chunks"] > 0
             check_balance(store)
-
-
-@contextlib.contextmanager
-def tmpfs(path: Path, options: str) -> Iterator[None]:
-    """A filesystem in memory at ``path``."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_file_size_limit_of_the_process_leaves_chunks_in_ram_and_the_others_on_disk(tmp_path: Path) -> None:
@@ -349,28 +333,33 @@ print("leaving")
 def test_backpressure_bounds_every_store_and_all_memory(
     tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk of 20 MB/s under a store rate of 1 GB/s."""
+    """A disk that takes a fiftieth of what stores offer: on a quiet machine, 20 MB/s of 1 GB/s and more."""
     chunk_bytes = 64 * LAYER_BYTES  # half a MiB
     wait_ms = 20.0
     with opened(tmp_path, files=disk, chunks=64 * 16, store_wait_ms=wait_ms, write_back_sec=0.1) as store:
         warm, x = prompt(12), rows(12 * CHUNK, hidden=64 * 128)
+        started = time.monotonic()
         assert store.store(warm.refs, warm.bytes, {0: x}) == 12
-        assert store.flush(10) == 0
-        resident = resident_bytes()
-        disk.bytes_per_sec = 20 * MB
+        offered = 12 * chunk_bytes / (time.monotonic() - started)
+        assert store.flush(60) == 0
+        disk.bytes_per_sec = offered / 50
+        resident, written = resident_bytes(), store.stats()["written_chunks"]
         caplog.clear()
         longest = given = kept = 0.0
         begun = time.monotonic()
-        while time.monotonic() < begun + 2:
-            p = prompt(12)  # 6 MiB; the pool has 8
-            started = time.monotonic()
-            kept += store.store(p.refs, p.bytes, {0: x})
-            longest = max(longest, time.monotonic() - started)
-            given += len(p.refs)
-            assert store.stats()["hot_bytes"] <= 16 * chunk_bytes
+        with Stalls() as stalls:
+            while time.monotonic() < begun + 2:
+                p = prompt(12)  # 6 MiB; the pool has 8
+                started = time.monotonic()
+                kept += store.store(p.refs, p.bytes, {0: x})
+                longest = max(longest, time.monotonic() - started)
+                given += len(p.refs)
+                assert store.stats()["hot_bytes"] <= 16 * chunk_bytes
+                disk.bytes_per_sec = given * chunk_bytes / (time.monotonic() - begun) / 50
         took = time.monotonic() - begun
-        assert given * chunk_bytes / took > 1000 * MB, "or this is no test of anything"
-        assert longest < wait_ms / 1000 + 0.3, "the time allowed, a copy, and two busy cores"
+        written = store.stats()["written_chunks"] - written
+        assert given > 20 * written, "or this is no test of anything"
+        assert longest < wait_ms / 1000 + 0.3 + stalls.longest, "the time allowed, a copy, and two busy cores"
         assert kept < given
         assert store.stats()["drops_no_room"] == given - kept
         assert store.stats()["dirty_chunks"] <= 16, "rows that wait for the disk lie in the pool and nowhere else"
@@ -385,8 +374,10 @@ def test_backpressure_bounds_every_store_and_all_memory(
         assert torch.equal(store.retrieve(q.refs, [0])[0], y.float())
         check_balance(store)
         tell(
-            f"backpressure: offered {given * chunk_bytes / took / MB:.0f} MB/s to a disk of 20 MB/s, longest store "
-            f"{longest * 1e3:.0f} ms, kept {kept * chunk_bytes / took / MB:.0f} MB/s, drops: no_room {given - kept:.0f}"
+            f"backpressure: offered {given * chunk_bytes / took / MB:.0f} MB/s to a disk that took "
+            f"{written * chunk_bytes / took / MB:.0f}, longest store {longest * 1e3:.0f} ms (a thread waited up to "
+            f"{stalls.longest * 1e3:.0f} for a core), kept {kept * chunk_bytes / took / MB:.0f} MB/s, "
+            f"drops: no_room {given - kept:.0f}"
         )
 
 

@@ -69,17 +69,21 @@ def test_a_long_prompt_that_ends_early_is_served_up_to_there_and_unpinned(tmp_pa
         assert not any(chunk.pins for chunk in store.debug.chunks().values())
 
 
-def test_of_a_prompt_larger_than_the_hot_tier_the_prefix_stays_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clean_fraction", [0.0, 0.25])
+def test_of_a_prompt_larger_than_the_hot_tier_the_prefix_stays_there(tmp_path: Path, clean_fraction: float) -> None:
     p, x = prompt(LONG), rows(LONG * CHUNK)
     room = PIECE + 200
-    with opened(tmp_path, chunks=room, store_wait_ms=60_000) as store:
+    changes = {"store_wait_ms": 60_000, "clean_fraction": clean_fraction, "write_back_sec": 3600}
+    with opened(tmp_path, chunks=room, **changes) as store:
         first = prompt(100)  # from now on it is known how fast the disk writes, so a store may wait for it
         store.store(first.refs, first.bytes, {0: rows(len(first))})
         assert store.flush(60) == 0
         kept = store.store(p.refs, p.bytes, {0: x})
         assert kept >= room
+        # What the cleaner writes ahead may be of this prompt, if the machine is slow or busy: that much may have left.
+        ahead = int(clean_fraction * room)
         chunks = store.debug.chunks()
-        assert all(chunks[name].hot for name in p.names[: room - 50]), "the rest passes through the last slots"
+        assert all(chunks[name].hot for name in p.names[: room - 50 - ahead]), "the rest passes through the last slots"
         assert store.flush(60) == 0
         assert torch.equal(store.retrieve(p.refs, [0], None)[0], x[: kept * CHUNK])
         check_balance(store)

@@ -23,8 +23,7 @@ from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.flows import neighbours, recover
 from lmcache_hs_backend.tiers.memory.buffers import BufferPool
-from tests.store.test_faults import tmpfs
-from tests.support.disks import FaultyDisk
+from tests.support.disks import FaultyDisk, tmpfs
 from tests.support.prompts import (
     CHUNK,
     IDENT,
@@ -535,19 +534,15 @@ def test_one_file_that_cannot_be_deleted_does_not_keep_others_from_making_room(t
         disk.stays = ""
 
 
-def test_a_lower_limit_on_a_slow_disk_takes_no_write_for_one_that_hangs(tmp_path: Path) -> None:
+def test_a_lower_limit_on_a_slow_disk_takes_no_write_for_one_that_hangs(tmp_path: Path, disk: FaultyDisk) -> None:
     p = prompt(200)
     with opened(tmp_path, chunks=200) as store:
         store.store(p.refs, p.bytes, {0: rows(200 * CHUNK)})
         assert store.flush(20) == 0
 
-    class SlowToDelete(FaultyDisk):
-        def unlink(self, path: str) -> None:
-            time.sleep(0.02)
-            os.unlink(path)
-
+    disk.unlink_sec = 0.02
     limits = {"max_cold_size": 50 * FILE / GIB, "write_back_sec": 0, "read_timeout_sec": 1.5}
-    store = TieredStore(settings(tmp_path, **limits), 64 * LAYER_BYTES, IDENT, files=SlowToDelete())
+    store = TieredStore(settings(tmp_path, **limits), 64 * LAYER_BYTES, IDENT, files=disk)
     try:
         q = prompt(8)
         assert store.store(q.refs, q.bytes, {0: rows(8 * CHUNK)}) == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from tests.support.prompts import (
     rows,
     settings,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import hold_up, wait_until
 
 
 class Between:
@@ -56,14 +56,7 @@ def left(tmp_path: Path) -> list[tuple[Prompt, torch.Tensor]]:
 
 @pytest.fixture
 def between(tmp_path: Path, left: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Between]:
-    gate = threading.Event()
-    scan: Callable[..., object] = Recover._scan_own
-
-    def scan_later(recovery: Recover, folders: list[str]) -> object:
-        assert gate.wait(20)
-        return scan(recovery, folders)
-
-    monkeypatch.setattr(Recover, "_scan_own", scan_later)
+    gate = hold_up(monkeypatch, Recover, "_scan_own")
     store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
     try:
         wait_until(lambda: len(store) == 8)
@@ -123,14 +116,7 @@ def test_nothing_is_written_before_the_sizes_are_known(between: Between, left) -
 def test_what_was_cleared_before_it_was_found_does_not_come_back_with_what_is_stored_then(
     tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    scan: Callable[..., object] = Recover._scan_top
-
-    def scan_later(recovery: Recover) -> object:
-        assert gate.wait(20)
-        return scan(recovery)
-
-    monkeypatch.setattr(Recover, "_scan_top", scan_later)
+    gate = hold_up(monkeypatch, Recover, "_scan_top")
     p = left[0][0]
     store = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
     try:
@@ -156,14 +142,7 @@ def chunk_files_of(store: TieredStore) -> list[Path]:
 def test_recovery_leaves_a_file_alone_that_is_being_written(
     tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    scan: Callable[..., object] = Recover._scan_archive
-
-    def scan_later(recovery: Recover) -> object:
-        assert gate.wait(20)
-        return scan(recovery)
-
-    monkeypatch.setattr(Recover, "_scan_archive", scan_later)
+    gate = hold_up(monkeypatch, Recover, "_scan_archive")
     config = settings(tmp_path, on_kv_gone="archive", write_back_sec=3600, clean_fraction=0, read_timeout_sec=30)
     store = TieredStore(config, 8 * LAYER_BYTES, IDENT, files=disk)
     try:

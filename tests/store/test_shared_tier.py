@@ -25,6 +25,7 @@ from lmcache_hs_backend.format.shared_names import content_name, shared_meta, ta
 from tests.support.prompts import CHUNK, Prompt, honest_rows, opened, prompt, settings, tokens
 from tests.support.seaweed import BUCKET, SeaweedServer
 from tests.support.sharing import MODEL, OTHER_RANK, chunks_in, elsewhere, objects_of, uploaded
+from tests.support.threads import side_by_side
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
@@ -92,11 +93,7 @@ def test_sixteen_writers_of_one_object_leave_one_whole_object(tmp_path: Path, sh
         start.wait()
         answers.append(objects.create("x/y.safetensors", body).answer)
 
-    threads = [threading.Thread(target=write, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(write, bodies)
     assert answers.count(Answer.OK) == 1
     assert answers.count(Answer.EXISTS) == 15
     assert bytes(objects.get("x/y.safetensors", 1 << 20).body) in bodies

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from lmcache_hs_backend.chunk import KeyedChunk, chunk_refs, token_bytes
 from lmcache_hs_backend.config import TieredConfig
+from lmcache_hs_backend.dataset.final_norm import FinalNorm
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.tiered import TieredStore
 from tests.support.waiting import wait_until
@@ -88,6 +89,26 @@ class Writer:
         raw = token_bytes(list(ids))
         refs = chunk_refs(keyed(ids, self.chunk, self.rank, self.salt), raw)
         self.store.store(refs, raw, {slot: make(ids, slot) for slot in slots})
+
+
+def store_prompts(
+    cold_path: Path, prompts: Sequence[Sequence[int]], make: Callable[[Sequence[int], int], torch.Tensor] = rows_of
+) -> Path:
+    """Store the rows of some prompts, and return the cold path."""
+    with Writer(cold_path) as writer:
+        for ids in prompts:
+            writer.put(ids, make=make)
+    return cold_path
+
+
+def aux_of(ids: Sequence[int]) -> torch.Tensor:
+    """The three auxiliary layers side by side, as most trainers want them: ``[S, 3 * H]``."""
+    return stacked_of(ids, AUX).flatten(1)
+
+
+def normed(model: Path | str, ids: Sequence[int]) -> torch.Tensor:
+    """The last layer behind the final norm of a model."""
+    return FinalNorm.load(str(model))(rows_of(ids, LAST)).bfloat16()
 
 
 def stacked_of(ids: Sequence[int], slots: Sequence[int] = (*AUX, LAST)) -> torch.Tensor:

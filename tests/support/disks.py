@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from lmcache_hs_backend.format.chunk_file import FileLayer
 
 INJECTED: Counter[str] = Counter()  # faults by kind, over the whole test run
+
+
+@contextlib.contextmanager
+def tmpfs(path: Path, options: str, *, may_be_open: bool = True) -> Iterator[None]:
+    """A filesystem in memory at ``path``, a directory that is made where it is missing.
+
+    ``may_be_open`` False: at the end nobody may have a file there open.
+    """
+    import pytest  # not where a program of a test imports this module
+
+    path.mkdir(exist_ok=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", *(["-l"] if may_be_open else []), str(path)], check=True)
 
 
 class FaultyDisk(FileLayer):
@@ -23,6 +47,7 @@ class FaultyDisk(FileLayer):
         self.bad_paths: dict[str, int] = {}  # path → errno with which it cannot be opened
         self.bytes_per_sec = 0.0  # 0: as fast as the disk is
         self.flips = 0  # so many of the next reads bring a wrong byte
+        self.unlink_sec = 0.0  # how long a deletion takes
         self.short = 0  # most bytes that one transfer moves; 0: all
         self.calls: Counter[str] = Counter()
         self.hanging = 0  # calls that are stuck at the moment
@@ -89,6 +114,9 @@ class FaultyDisk(FileLayer):
 
     def unlink(self, path: str) -> None:
         self._before("unlink")
+        if self.unlink_sec:
+            INJECTED["slow deletion"] += 1
+            time.sleep(self.unlink_sec)
         os.unlink(path)
 
     def statvfs(self, path: str) -> Any:

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lmcache_hs_backend
+from tests.support.threads import side_by_side
 
 
 class Interrupt(BaseException):
@@ -80,11 +81,7 @@ def run_interrupted(threads: Sequence[InterruptedThread], seconds: float) -> Non
     unraisable = deque[Any]()
     hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
     try:
-        runs = [threading.Thread(target=thread.run, args=(seconds,)) for thread in threads]
-        for run in runs:
-            run.start()
-        for run in runs:
-            run.join()
+        side_by_side(lambda thread: thread.run(seconds), threads)
     finally:
         sys.unraisablehook = hook
     problems = [problem for thread in threads for problem in thread.problems]

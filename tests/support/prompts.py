@@ -101,12 +101,13 @@ def opened(
         count_drops(store.stats())
 
 
-def on_disk(store: TieredStore, num_chunks: int, seed: int = 0) -> tuple[Prompt, torch.Tensor]:
-    """A prompt whose rows are on disk and not in RAM."""
+def on_disk(store: TieredStore, num_chunks: int, seed: int = 0, *, in_ram: bool = False) -> tuple[Prompt, torch.Tensor]:
+    """A prompt whose rows are on disk, and in RAM as well only if that is wanted."""
     p, x = prompt(num_chunks), rows(num_chunks * CHUNK, seed=seed)
     assert store.store(p.refs, p.bytes, {0: x}) == num_chunks
     assert store.flush(10) == 0
-    store.debug.evict_clean()
+    if not in_ram:
+        store.debug.evict_clean()
     return p, x
 
 
