@@ -38,7 +38,8 @@ FOREVER = 3600.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with opened(tmp_path, write_back_sec=FOREVER) as store:
+    # A store that has to wait for the disk waits for as long as it takes: another process may keep the disk busy.
+    with opened(tmp_path, write_back_sec=FOREVER, store_wait_ms=60_000) as store:
         yield store
         store.flush(10)
         wait_until(lambda: not store.debug.busy())
