@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import time
 import weakref
@@ -23,7 +21,8 @@ from lmcache_hs_backend import ColdTierReader
 from lmcache_hs_backend.chunk import token_bytes
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
 from lmcache_hs_backend.integrations.lmcache_mp.hot_memory import HotMemory
-from tests.support.mp_server import CHUNK, MODEL, ROOT, MpServer
+from tests.support.forked import PIPE, with_lmcache_server
+from tests.support.mp_server import CHUNK, MODEL, MpServer
 from tests.support.threads import side_by_side
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -202,7 +201,7 @@ def test_an_address_without_a_port_is_refused(url: str) -> None:
         HiddenStateClient(url, model=MODEL)
 
 
-def test_eight_clients_at_once_get_their_own_rows(shared_server: MpServer) -> None:
+def test_eight_clients_at_once_get_their_own_rows(shared_server: MpServer, tmp_path: Path) -> None:
     """The burst: all share a system prompt, each stores and reads in its own process, again and again."""
     code = textwrap.dedent(f"""
         import sys, torch
@@ -222,13 +221,9 @@ def test_eight_clients_at_once_get_their_own_rows(shared_server: MpServer) -> No
                     assert torch.equal(got, (rows + layer).float()), (number, turn, layer)
         client.close()
     """)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(number)], env=environment, stderr=subprocess.PIPE)
-        for number in range(8)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 8, b"".join(errors).decode()[-3000:]
+    with (tmp_path / "errors").open("w+b") as errors:
+        processes = [with_lmcache_server().start(code, number, stderr=errors) for number in range(8)]
+        assert [process.wait(240) for process in processes] == [0] * 8, (tmp_path / "errors").read_text()[-3000:]
 
 
 def test_threads_of_one_client_do_not_disturb_each_other(shared_server: MpServer) -> None:
@@ -353,15 +348,15 @@ def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(shared_
             held = [client.retrieve_layers(tokens, range(6))]
             client.clear()
     """)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     survivor = shared_server.client()
     tokens, rows = tokens_of(2, 400), rows_of(2 * CHUNK, 401)
     assert survivor.store_hidden_states(tokens, rows) == 2
     assert shared_server.process is not None
     maps = Path(f"/proc/{shared_server.process.pid}/maps")
     for turn in range(3):
-        with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
+        process = with_lmcache_server().start(code, stdout=PIPE)
+        assert process.stdout is not None
+        with process.stdout:
             process.stdout.readline()
             time.sleep(0.3 + 0.17 * turn)  # in whatever it does then
             process.kill()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import PIPE, with_lmcache_server
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -97,10 +98,9 @@ while True:
     number += 1
     client.store_hidden_states([number, *range(4095)], rows)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    dying = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    dying = with_lmcache_server().start(code, stdout=PIPE)
     assert dying.stdout is not None
-    while "storing" not in dying.stdout.readline():
+    while b"storing" not in dying.stdout.readline():
         pass
     time.sleep(0.3)  # it is somewhere within a call
     dying.kill()

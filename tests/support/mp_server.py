@@ -1,4 +1,7 @@
-"""The real ``lmcache server`` with our module, as a process that tests start, stop and kill."""
+"""The real ``lmcache server`` with our module, as a process that tests start, stop and kill.
+
+It is forked from a process that has imported it; test_mp_server.py starts it as an operator does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient
 from lmcache_hs_backend.integrations.lmcache_mp.wire import name_for_port
-from tests.support.processes import stop_process, takes_sigint
+from tests.support.forked import Forked, with_lmcache_server
+from tests.support.processes import stop_process
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +47,7 @@ class MpServer:
         self.config = {"cold_path": str(cold_path), "hot_size": 0.25, "max_cold_size": 1, "min_free_disk": 0, **config}
         self.log = log
         self.arguments = arguments
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
 
     def __enter__(self) -> MpServer:
         self.start()
@@ -60,17 +63,15 @@ class MpServer:
             {"module_path": "tests.support.mp_kv_module"},
         ]
         command = [
-            sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(self.port),
+            "server", "--host", "127.0.0.1", "--port", str(self.port),
             "--http-port", str(free_port()), "--l1-size-gb", "0.1", "--eviction-policy", "LRU",
             "--disable-observability", "--chunk-size", str(CHUNK), "--server-module", json.dumps(modules),
             *self.arguments,
         ]  # fmt: skip
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "LMCACHE_TRACK_USAGE": "false", "HS_STRICT": "1"}
+        environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "HS_STRICT": "1"}
+        code = "from lmcache.cli.main import main; main()"
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=takes_sigint
-            )
+            self.process = with_lmcache_server().start(code, *command, env=environment, stdout=log, stderr=log)
         try:
             wait_until(self.answers, 240)
         except BaseException:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from tests.support.waiting import wait_until
 
@@ -19,7 +19,15 @@ def takes_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def stop_process(process: subprocess.Popen[bytes]) -> None:
+class Process(Protocol):
+    """What is needed of a process that is stopped."""
+
+    pid: int
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
+def stop_process(process: Process) -> None:
     """SIGSTOP that has taken effect when this returns: a thread that runs on another core gets it a moment later."""
 
     def stopped() -> bool:
