@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from lmcache_hs_backend.tiers.flows.read import PendingReads, ReadJob, Reads
 from lmcache_hs_backend.tiers.memory import buffers
 from lmcache_hs_backend.tiers.memory.copies import CopyRows
 from tests.support.disks import FaultyDisk
+from tests.support.forked import with_tiers
 from tests.support.prompts import (
     CHUNK,
     HIDDEN,
@@ -479,7 +479,7 @@ assert os.waitpid(child, 0)[1] == 0
 store.close()
 print("both ended")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = with_tiers().run(code, timeout=60)
     assert done.stdout.strip() == "both ended", done.stderr
 
 

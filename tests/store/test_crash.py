@@ -6,8 +6,6 @@ writers use the tiers alone.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests.support.amounts import amount
 from tests.support.figures import tell
+from tests.support.forked import with_tiers
 
 KILLS = int(amount("HS_CRASHES", 20, 100))
 
@@ -124,14 +123,7 @@ print(f"crashes survived: {{survived}}")
 def test_a_directory_is_whole_after_every_kill(tmp_path: Path, fsync: bool) -> None:
     kills = KILLS if not fsync else KILLS // 4
     code = ZYGOTE.format(path=sys.path, cold_path=str(tmp_path), kills=kills, fsync=fsync)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = with_tiers().run(code, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"crashes survived: {kills}" in done.stdout
     tell(f"{done.stdout.strip()}{', with fsync' if fsync else ''}")

@@ -22,6 +22,7 @@ from lmcache_hs_backend.format import chunk_file, layout
 from lmcache_hs_backend.tiered import TieredStore
 from tests.store.test_environment import PLAIN, run_python
 from tests.support.disks import INJECTED, FaultyDisk, tmpfs
+from tests.support.forked import with_tiers
 from tests.support.prompts import (
     CHUNK,
     IDENT,
@@ -50,7 +51,7 @@ from tests.support.disks import FaultyDisk
 from tests.support.prompts import *
 from tests.support.waiting import wait_until
 """
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, env=PLAIN)
+    done = with_tiers().run(head + code, env=PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from lmcache_hs_backend.tiered import TieredStore
 from tests.support.disks import FaultyDisk
+from tests.support.forked import with_tiers
 from tests.support.prompts import (
     CHUNK,
     IDENT,
@@ -50,10 +49,7 @@ os.kill(os.getpid(), 9)
 
 def run_child(tmp_path: Path, delete: str) -> str:
     code = CHILD.replace("{delete}", delete)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = with_tiers().run(code, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     return done.stdout
 

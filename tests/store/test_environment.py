@@ -27,6 +27,7 @@ from lmcache_hs_backend.format.layout import LOCK, RECORD
 from lmcache_hs_backend.tiers.memory.arena import Arena
 from lmcache_hs_backend.tiers.state import orders
 from tests.support.disks import INJECTED, FaultyDisk
+from tests.support.forked import with_tiers
 from tests.support.prompts import (
     CHUNK,
     IDENT,
@@ -70,9 +71,7 @@ def demote():
     assert s.flush(20) == 0
     s.debug.evict_clean()
 """
-    return subprocess.run(
-        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, check=False, env=PLAIN
-    )
+    return with_tiers().run(head + code, env=PLAIN)
 
 
 # -- the directory ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.tiered import TieredStore
 from tests.support.disks import INJECTED, FaultyDisk, tmpfs
 from tests.support.figures import tell
+from tests.support.forked import with_tiers
 from tests.support.prompts import (
     CHUNK,
     LAYER_BYTES,
@@ -182,7 +182,7 @@ with opened({str(tmp_path)!r}, write_back_sec=0) as store:
     assert torch.equal(store.retrieve(p.refs, [0])[0], x.float())
 print("served")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = with_tiers().run(code, timeout=60)
     assert done.stdout.strip() == "served", done.stderr
     assert not list(tmp_path.glob("*/??/.*"))
 
@@ -325,7 +325,7 @@ assert store.store(p.refs, p.bytes, {{0: rows(4 * CHUNK)}}) == 4
 print("leaving")
 """
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = with_tiers().run(code, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "leaving"), done.stderr
     assert time.monotonic() - started < 30
 

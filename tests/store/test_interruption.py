@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-#: Forks a process for each delay: what a process imports takes longer than what it does.
+from tests.support.forked import with_tiers
+
+#: Forks a process for each delay.
 SERVERS = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -71,10 +71,7 @@ DELAYS = ("0.2", "0.23", "0.27", "0.31", "0.36", "0.41")
 @pytest.mark.parametrize("again", ["once", "twice"])
 @pytest.mark.parametrize("how", ["exit", "raise"])
 def test_a_signal_handler_that_closes_a_busy_store_ends_in_its_time(tmp_path: Path, how: str, again: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SERVERS, str(tmp_path), how, again, *DELAYS],
-        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=30 * len(DELAYS), check=False,
-    )  # fmt: skip
+    done = with_tiers().run(SERVERS, tmp_path, how, again, *DELAYS, timeout=30 * len(DELAYS))
     assert done.returncode == 0, done.stderr
     ends = [line for line in done.stdout.splitlines() if line.startswith("ended")]
     assert ends == ["ended with 0"] * len(DELAYS), done.stdout + done.stderr

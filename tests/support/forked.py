@@ -67,11 +67,13 @@ class Forks:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        # LMCache points Prometheus to a directory of this process's user, which programs of another one cannot write.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PROMETHEUS_")}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forked", str(theirs.fileno()), *imports],
-                pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT,
+                pass_fds=[theirs.fileno()], env=environment, cwd=ROOT,
             )  # fmt: skip
 
     def start(
