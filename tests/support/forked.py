@@ -111,7 +111,7 @@ class Forks:
                 program.kill()
                 raise
             texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
-        return subprocess.CompletedProcess([*args], status, *texts)
+        return subprocess.CompletedProcess([str(arg) for arg in args], status, *texts)
 
     def status_of(self, pid: int) -> int | None:
         """The exit status of a program, None while it runs."""
@@ -161,11 +161,11 @@ def _fork_programs(channel: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     while True:
-        ready, _, _ = select.select([channel, woken], [], [])
+        ready = select.select([channel.fileno(), woken], [], [])[0]
         if woken in ready:
             os.read(woken, 4096)
             _tell_who_has_ended(channel)
-        if channel in ready:
+        if channel.fileno() in ready:
             message, files, _, _ = socket.recv_fds(channel, _MOST_BYTES, 3)
             if not message:
                 os._exit(0)  # the tests are over
