@@ -126,8 +126,10 @@ class TieredStore:
             end_threads(core, io, self._background, time.monotonic() + 1.0)
             namespace.close()
             raise
-        self._copier, self._clear, self._neighbours = Copier(core.arena, io), Clear(core, io), Neighbours(core, files)
-        self._room, self._drop = MakeRoom(core, files, self._neighbours), DropChunks(core)
+        self._copier, self._neighbours = Copier(core.arena, io), Neighbours(core, files)
+        self._clear = Clear(core, io, self._neighbours)
+        self._room = MakeRoom(core, files, self._neighbours)
+        self._drop = DropChunks(core, io, self._neighbours)
         interrupted = InterruptedCalls(core, io)
         self._chores = Chores(core, self._clear, interrupted)
         headers, reads = Headers(core), Reads(core)
@@ -421,10 +423,14 @@ class TieredStore:
     def drop(self, names: Iterable[bytes], *, durable: bool = True) -> int:
         """Delete chunks from both tiers, and return how many were here.
 
+        While it is not known yet what is on disk (at the start, or while the cold path cannot be used), files of these
+        names are deleted as well, should there be any; they are not counted.
+
         Args:
             names: The chunks.
-            durable: Wait until their files are deleted, for ``read_timeout_sec`` at most. Otherwise a process that is
-                killed before the I/O threads have come to it finds them again at its next start.
+            durable: Wait until their files are deleted, for ``read_timeout_sec`` at most. Where that does not succeed,
+                an ERROR is logged, and it is tried again until it does. Otherwise a process that is killed before the
+                I/O threads have come to it finds them again at its next start.
         """
         return self._drop.drop(names, durable=durable)
 

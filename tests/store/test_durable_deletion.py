@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lmcache_hs_backend.tiered import TieredStore
+from tests.store.test_directories import program
 from tests.support.disks import FaultyDisk
 from tests.support.forked import with_tiers
 from tests.support.prompts import (
@@ -217,3 +218,165 @@ def test_deletions_that_are_left_do_not_keep_the_directory_from_the_next_store(
     assert time.monotonic() - started < 3
     with opened(tmp_path, on_locked="error") as again:
         assert again.wait_recovered(20)
+
+
+# -- what other processes of the same namespace have left ----------------------------------------------------------
+
+
+def test_a_clear_reaches_what_a_process_has_left_that_has_ended(tmp_path: Path) -> None:
+    p, old, new = prompt(4), rows(4 * CHUNK, seed=1), rows(4 * CHUNK, seed=2)
+    with opened(tmp_path) as first:
+        with opened(tmp_path) as second:
+            assert second.store(p.refs, p.bytes, {0: old}) == 4
+        first.clear()  # before it has looked at what the second one has left
+        assert first.covered(p.names, [0]) == 0
+    with opened(tmp_path) as store:
+        assert store.retrieve(p.refs, [0]) == {}, "a start that knows of no clear adopts nothing from before it"
+        assert store.store(p.refs, p.bytes, {0: new}) == 4
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], new)
+        check_balance(store)
+
+
+def test_a_clear_in_a_subdirectory_reaches_the_namespace_of_a_process_that_has_ended(tmp_path: Path) -> None:
+    p, old = prompt(4), rows(4 * CHUNK, seed=1)
+    first = TieredStore(settings(tmp_path), 8 * LAYER_BYTES, IDENT)
+    with opened(tmp_path) as second:
+        assert first.store(p.refs, p.bytes, {0: old}) == 4
+        first.close()
+        second.debug.run_chores()
+        assert second.debug.disk().dead > 0
+        second.clear()
+        wait_until(lambda: second.debug.run_chores() or not second.debug.disk().dead)
+        wait_until(lambda: not list(tmp_path.glob("**/*.safetensors")))
+        check_balance(second)
+    with opened(tmp_path) as store:
+        assert store.retrieve(p.refs, [0]) == {}
+
+
+def test_what_a_process_leaves_that_ran_during_a_clear_is_not_adopted_by_the_next_start_either(tmp_path: Path) -> None:
+    p, old = prompt(4), rows(4 * CHUNK, seed=1)
+    with opened(tmp_path) as first:
+        with opened(tmp_path) as second:
+            assert second.store(p.refs, p.bytes, {0: old}) == 4
+            first.clear()
+            assert second.covered(p.names, [0]) == 4, "a process that runs is cleared by itself"
+        first.debug.run_chores()
+    with opened(tmp_path) as store:
+        assert store.retrieve(p.refs, [0]) == {}
+
+
+def test_a_clear_while_chunks_are_adopted_leaves_none_of_them(tmp_path: Path) -> None:
+    class Gate(FaultyDisk):
+        entered, go = threading.Event(), threading.Event()
+
+        def rename(self, source: str, target: str) -> None:
+            if "/p1/" in str(source) and "/trash/" not in str(target):
+                self.entered.set()
+                self.go.wait(20)
+            super().rename(source, target)
+
+    p, disk = prompt(8), Gate()
+    with opened(tmp_path, files=disk) as first:
+        with opened(tmp_path) as second:
+            assert second.store(p.refs, p.bytes, {0: rows(8 * CHUNK)}) == 8
+        looking = threading.Thread(target=first.debug.run_chores)
+        looking.start()
+        assert disk.entered.wait(10)
+        clearing = threading.Thread(target=first.clear)
+        clearing.start()
+        wait_until(lambda: first._core.state.purge_pending)
+        disk.go.set()
+        clearing.join(20)
+        left = Path(first.directory).glob("**/*.safetensors")
+        assert all("/trash/" in str(path) for path in left), "nothing is left where a start would find it"
+        looking.join(20)
+        assert len(first) == 0
+        assert first.stats()["errors_clear"] == 0
+        wait_until(lambda: not first.debug.busy())
+        check_balance(first)
+    with opened(tmp_path) as store:
+        assert store.retrieve(p.refs, [0]) == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user that may not look")
+def test_a_clear_that_cannot_list_its_directory_says_so_and_is_finished_later() -> None:
+    program("""
+import logging, os, tempfile
+folder = tempfile.mkdtemp()
+os.chmod(folder, 0o777)
+os.setgid(54321)
+os.setuid(54321)
+with opened(folder) as store:
+    p, x = on_disk(store, 4)
+    os.chmod(store.directory, 0o300)
+    store.clear()
+    assert store.stats()["errors_clear"] == 1
+    assert store.retrieve(p.refs, [0]) == {}
+    os.chmod(store.directory, 0o700)
+    wait_until(lambda: not store._core.state.purge_pending)
+with opened(folder) as store:
+    assert store.retrieve(p.refs, [0]) == {}
+""")
+
+
+def test_what_was_dropped_while_the_cold_path_could_not_be_used_is_deleted_when_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, away = tmp_path / "cold", tmp_path / "away"
+    with opened(path) as store:
+        p, _ = on_disk(store, 4)
+        q, y = on_disk(store, 2)
+    path.rename(away)
+    path.touch()  # not mounted yet
+    store = TieredStore(settings(path), 8 * LAYER_BYTES, IDENT)
+    try:
+        new = rows(CHUNK, seed=7)
+        assert store.store(p.refs[:1], p.bytes, {0: new}) == 1
+        assert store.drop(p.names) == 1
+        assert "cannot be deleted yet" in caplog.text
+        assert store.store(p.refs[:1], p.bytes, {0: new}) == 1
+        path.unlink()
+        away.rename(path)
+        wait_until(lambda: store.wait_recovered(0.1), 30)
+        assert store.covered(p.names, [0]) == 1
+        assert store.covered(q.names, [0]) == 2
+        wait_until(lambda: store.debug.run_chores() or store.flush(5) == 0)
+        wait_until(lambda: store.debug.run_chores() or not store.debug.busy())
+        assert len(chunk_files(path)) == 3
+        check_balance(store)
+    finally:
+        store.close()
+    with opened(path) as store:
+        assert store.covered(p.names, [0]) == 1
+        assert torch.equal(store.retrieve(p.refs, [0], None)[0], new), "what was stored after it stays"
+        assert torch.equal(store.retrieve(q.refs, [0], None)[0], y)
+
+
+def test_a_drop_whose_file_cannot_be_deleted_says_so_and_is_finished_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FaultyDisk()
+    with opened(tmp_path, files=disk) as store:
+        p, _ = on_disk(store, 2)
+        disk.errors["unlink"] = errno.EPERM
+        assert store.drop(p.names) == 2
+        assert "2 chunk(s) were dropped, but their files" in caplog.text
+        assert store.retrieve(p.refs, [0]) == {}
+        disk.errors.clear()
+        wait_until(lambda: store.debug.run_chores() or not chunk_files(tmp_path))
+        check_balance(store)
+
+
+def test_what_was_dropped_is_not_adopted_from_a_process_that_has_ended(tmp_path: Path) -> None:
+    p, x = prompt(4), rows(4 * CHUNK)
+    with opened(tmp_path) as first:
+        with opened(tmp_path) as second:
+            assert second.store(p.refs, p.bytes, {0: x}) == 4
+        assert first.drop(p.names[2:]) == 0
+        assert len(chunk_files(Path(first.directory))) == 2
+        first.debug.run_chores()
+        wait_until(lambda: first.covered(p.names, [0]) == 2)  # the others are adopted
+        assert len(first) == 2
+        check_balance(first)
+    with opened(tmp_path) as store:
+        assert store.covered(p.names, [0]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.flows.recover import Recover
+from tests.store.test_directories import program
 from tests.support.disks import FaultyDisk
 from tests.support.figures import tell
 from tests.support.prompts import (
@@ -22,6 +24,7 @@ from tests.support.prompts import (
     Prompt,
     check_balance,
     chunk_files,
+    on_disk,
     opened,
     prompt,
     rows,
@@ -201,3 +204,45 @@ def test_a_start_on_many_files_stops_the_process_for_no_long_garbage_collection(
         gc.unfreeze()
     tell(f"start on 100,000 files: {len(pauses)} full collections, longest {1000 * max(pauses, default=0):.0f} ms")
     assert max(pauses, default=0) < 0.03, "three times as many are to take less than 0.05"
+
+
+def test_a_start_above_the_limit_ends_although_each_deletion_takes_long_and_frees_nothing(tmp_path: Path) -> None:
+    class Slow(FaultyDisk):
+        def unlink(self, path: str) -> None:
+            time.sleep(0.15)
+            super().unlink(path)
+
+    with opened(tmp_path, chunks=16) as store:
+        on_disk(store, 8)
+        quarantine = Path(store.directory) / "quarantine"
+        quarantine.mkdir()
+        for number in range(4):  # as a power failure leaves them
+            (quarantine / f"{number:032x}.1.short.safetensors").touch()
+    size = 4096 + LAYER_BYTES
+    with opened(tmp_path, files=Slow(), max_cold_size=6 * size / 1024**3) as store:  # waits until it has recovered
+        assert store.stats()["quarantined_chunks"] == 0
+        assert store.stats()["cold_chunks"] == 6
+        check_balance(store)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user that may not look")
+def test_a_neighbour_whose_trash_may_not_be_listed_does_not_end_the_start() -> None:
+    program("""
+import dataclasses, os, tempfile
+from pathlib import Path
+folder = tempfile.mkdtemp()
+os.chmod(folder, 0o777)
+os.setgid(54321)
+os.setuid(54321)
+with opened(folder) as store:
+    p, x = on_disk(store, 4)
+with opened(folder, ident=dataclasses.replace(IDENT, model="org/other")) as other:
+    on_disk(other, 1)
+    trash = Path(other.directory) / "trash"
+trash.mkdir()
+trash.chmod(0)
+with opened(folder) as store:  # waits until it has recovered
+    assert torch.equal(store.retrieve(p.refs, [0], None)[0], x)
+    assert store.debug.disk().dead > 0
+trash.chmod(0o700)
+""")

@@ -27,9 +27,9 @@ from lmcache_hs_backend.format.layout import (
     QUARANTINE,
     TRASH,
     FoundFile,
+    chunk_folders,
     chunk_path,
     fan_out,
-    fan_out_folders,
     is_temporary,
     quarantine_name,
     temporary_name,
@@ -320,22 +320,29 @@ class ChunkFiles:
             self.health.failed("write", error)
             return None, True
 
-    def purge(self) -> None:
+    def siblings(self) -> list[str]:
+        """See OwnedNamespace."""
+        return self._namespace.siblings()
+
+    def purge(self, directory: str = "") -> None:
         """Move all chunks of the namespace to the trash, directory by directory; the archive stays. Raises OSError.
 
         When it returns, no start will find them again, whatever happens to the process. A chunk's file that is being
         written moves along with the directory of its temporary file.
+
+        ``directory``: of a sibling, whose lock the caller holds; by default the namespace's own.
         """
         self._verify_lock()
+        directory = directory or self.directory
         trash = os.path.join(self.directory, TRASH, temporary_name("cleared"))
-        folders = fan_out_folders(self.directory)
+        folders = chunk_folders(directory)  # raises where it cannot be listed: nothing would be moved
         if folders:
             os.makedirs(trash, self._config.cold_dir_mode, exist_ok=True)
         for folder in folders:
             self._files.rename(folder, os.path.join(trash, os.path.basename(folder)))
         if folders:
             self._sync_folder(trash)
-            self._sync_folder(self.directory)
+            self._sync_folder(directory)
 
     def empty_trash(self, count: int) -> tuple[int, bool]:
         """Delete up to ``count`` files of the trash. Returns their bytes, and whether there may be more.

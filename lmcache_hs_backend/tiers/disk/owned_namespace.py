@@ -21,7 +21,7 @@ from typing import Any
 import aiofiles
 
 from lmcache_hs_backend.config import ConfigError, TieredConfig
-from lmcache_hs_backend.format.layout import LOCK, RECORD, temporary_name
+from lmcache_hs_backend.format.layout import LOCK, RECORD, SUBDIRECTORY, subdirectories, temporary_name
 from lmcache_hs_backend.format.namespace import NamespaceId, NamespaceRecordError, read_record
 from lmcache_hs_backend.tiers.disk.optional_calls import REFUSALS
 
@@ -145,6 +145,11 @@ class OwnedNamespace:
     def is_open(self) -> bool:
         """Whether this process owns it."""
         return self._lock is not None
+
+    def siblings(self) -> list[str]:
+        """The directories of other processes with the same namespace, whether they run or not. Raises OSError."""
+        below = [path for path in subdirectories(self._root) if SUBDIRECTORY.fullmatch(os.path.basename(path))]
+        return [path for path in (self._root, *below) if path != self.directory]
 
     def verify_lock(self) -> None:
         """Raise NotOurs unless this process owns the directory, OSError when that cannot be found out."""

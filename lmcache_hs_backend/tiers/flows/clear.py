@@ -4,6 +4,9 @@ The index forgets all chunks at once. One step on disk then makes that last: the
 into the trash, so no later start finds them, also when the process is killed at any moment after that. Their bytes
 are deleted in the background, a few files at a time. No file is written before that step has succeeded; on a disk that
 fails it is tried again until it has.
+
+What a process that has ended has left of the same namespace goes the same way: the next start would adopt it. One that
+still runs has to be cleared by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 from lmcache_hs_backend.tiers.flows.bell import Latch
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoThreads
+from lmcache_hs_backend.tiers.flows.neighbours import Neighbours
 from lmcache_hs_backend.tiers.state.tier_state import ChunkTable
 
 logger = logging.getLogger(__name__)
@@ -26,9 +30,10 @@ _ENTRIES_PER_HOP = 2000
 class Clear:
     """Clears one store."""
 
-    def __init__(self, core: Core, io: IoThreads) -> None:
+    def __init__(self, core: Core, io: IoThreads, neighbours: Neighbours) -> None:
         self._core = core
         self._io = io
+        self._neighbours = neighbours
         self._purging = threading.Lock()  # held by the I/O thread that moves directories to the trash
 
     def clear(self) -> int:
@@ -71,7 +76,7 @@ class Clear:
             if not core.state.purge_pending:
                 return
             epoch = core.state.epoch
-            core.disk.purge()
+            self._neighbours.purge()
             with core.lock, core.step:
                 if core.state.epoch == epoch:
                     core.state.purged()

@@ -136,11 +136,15 @@ class Opening:
         recovered.set()
         scanned = time.monotonic()
         while True:
-            while await asyncio.get_running_loop().run_in_executor(executor, room.empty_trash):
-                pass
-            await asyncio.sleep(_LOOK_AGAIN_SEC)
-            if core.state.orders.unread_files and core.disk.health.readable:
-                await recover.read_headers()  # a disk that had failed is back
-            if time.monotonic() - scanned > _NEIGHBOURS_SEC:
-                scanned = time.monotonic()
-                await recover.look_at_neighbours()
+            try:
+                while await asyncio.get_running_loop().run_in_executor(executor, room.empty_trash):
+                    pass
+                await asyncio.sleep(_LOOK_AGAIN_SEC)
+                if core.state.orders.unread_files and core.disk.health.readable:
+                    await recover.read_headers()  # a disk that had failed is back
+                if time.monotonic() - scanned > _NEIGHBOURS_SEC:
+                    scanned = time.monotonic()
+                    await recover.look_at_neighbours()
+            except Exception:  # one bad round must not end them for a process that runs for months
+                logger.exception("a look at %s failed", core.disk.directory)
+                await asyncio.sleep(_NEIGHBOURS_SEC)

@@ -98,6 +98,11 @@ class DiskAccounts:
         self.own = 0
         self.leftover.clear()
 
+    def dead_cleared(self, directory: str) -> None:
+        """The chunks of a dead namespace are in our trash. What else it has is counted when it is next looked at."""
+        self.trash += self.dead_bytes.get(directory, 0)
+        self.forget_dead(directory)
+
     def trash_deleted(self, nbytes: int, *, more: bool) -> None:
         """So many bytes of trash are gone; ``more``: whether there is any left."""
         self.trash = max(0, self.trash - nbytes) if more else 0

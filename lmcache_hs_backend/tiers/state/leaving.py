@@ -44,6 +44,13 @@ def _end_leftover(state: TierState, name: bytes, deleted: bool) -> None:
         state.undeletable.add(name)
 
 
+def delete_unseen(state: TierState, name: bytes) -> None:
+    """A chunk is to be deleted while it is not known yet what is on disk: its file is, should there be one."""
+    if name not in state.accounts.leftover:
+        state.accounts.set_leftover(name, 0)
+        state.jobs.submit(DeleteJob(name))
+
+
 def delete_again(state: TierState) -> None:
     """Try once more to delete the files whose deletion has failed."""
     for name in state.undeletable:
