@@ -26,6 +26,7 @@ from lmcache_hs_backend.format.header import BadChunk, Header
 from lmcache_hs_backend.format.layout import SUBDIRECTORY, chunk_path, subdirectories
 from lmcache_hs_backend.format.namespace import NamespaceId
 from lmcache_hs_backend.metrics import GAUGES, Metrics
+from lmcache_hs_backend.tiers.flows.bell import Latch
 from lmcache_hs_backend.tiers.flows.core import ask_presence
 from lmcache_hs_backend.tiers.flows.store_chunks import Stored
 from lmcache_hs_backend.tiers.memory.dtypes import TORCH_DTYPES
@@ -36,6 +37,16 @@ _PUBLISH_SEC = 1.0
 
 #: Layers of one chunk, as they were read.
 _Rows = dict[LayerSpec, bytearray]
+
+
+class _Job:
+    """Something to be done on the reading thread."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.result: Any = None
+        self.over = Latch()
+        self.given_up = False  # the call does not wait for it any more
 
 
 class FirstRankFiles:
@@ -70,9 +81,8 @@ class FirstRankFiles:
         self.closed = False
         self._ask = ask
         self._files = files or FileLayer()
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._work: SimpleQueue[_Job | None] = SimpleQueue()
         self._reader: threading.Thread | None = None
-        self._reading = threading.Lock()  # held by the call whose files are read, or were when its time was over
         self._started_at = 0.0  # of the read that is under way; 0: none is
         self._published_at = 0.0
 
@@ -139,38 +149,48 @@ class FirstRankFiles:
 
     def _in_time(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns on the reading thread; None when it is not done in time, or one before it hangs."""
-        deadline = time.monotonic() + self.config.read_timeout_sec
-        if not self._reading.acquire(timeout=self.config.read_timeout_sec if self._is_moving() else 0):
+        if not self._is_moving():
             return None
-        result: list[Any] = []
-        over = threading.Event()
+        job = _Job(work)
+        try:
+            self._queue().put(job)
+        except RuntimeError as error:
+            logger.debug("no thread to read with: %s", error)
+            return None
+        job.over.wait(self.config.read_timeout_sec)
+        job.given_up = True
+        return job.result
 
-        def run() -> None:
+    def _is_moving(self) -> bool:
+        """Whether the read that is under way, if any, may still end in time."""
+        began = self._started_at
+        return not began or time.monotonic() - began < self.config.read_timeout_sec
+
+    def _queue(self) -> SimpleQueue[_Job | None]:
+        """Where the reading thread takes its work from; a forked child begins with a new one. Raises RuntimeError."""
+        reader = self._reader
+        if reader is None or not reader.is_alive():
+            self._started_at = 0.0
+            work: SimpleQueue[_Job | None] = SimpleQueue()
+            reader = threading.Thread(target=self._read_loop, args=(work,), name="hs-first-rank", daemon=True)
+            reader.start()
+            self._reader, self._work = reader, work
+            return work  # should two calls do this at once, one's thread serves that call alone
+        return self._work
+
+    def _read_loop(self, work: SimpleQueue[_Job | None]) -> None:
+        while not self.closed and (job := work.get()) is not None:
+            if job.given_up:
+                continue
+            self._started_at = time.monotonic()
             try:
-                result.append(work())
+                job.result = job.work()
             except Exception:
                 self.metrics.add("errors_internal")
                 logger.exception("reading what the first rank keeps failed")
             finally:
                 self._started_at = 0.0
-                self._reading.release()
-                over.set()
-
-        self._started_at = time.monotonic()
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read_loop, name="hs-first-rank", daemon=True)
-            self._reader.start()
-        self._work.put(run)
-        over.wait(max(0.0, deadline - time.monotonic()))
-        return result[0] if result else None
-
-    def _is_moving(self) -> bool:
-        """Whether the read that is under way, if any, may still end in time."""
-        return not self._started_at or time.monotonic() - self._started_at < self.config.read_timeout_sec
-
-    def _read_loop(self) -> None:
-        while not self.closed:
-            self._work.get()()
+                job.over.set()
 
     def _read(self, refs: Sequence[ChunkRef], layer_idxs: Sequence[int]) -> tuple[list[_Rows], str | None]:
         """The chunks from the first on, and why the next one is not there."""
@@ -287,7 +307,7 @@ class FirstRankFiles:
         if not self.closed:
             self.closed = True
             self.metrics.publish(dict.fromkeys(GAUGES, 0))
-            self._work.put(lambda: None)
+            self._work.put(None)
 
 
 def _joined(chunks: Sequence[_Rows], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:

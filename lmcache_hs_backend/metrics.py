@@ -164,6 +164,10 @@ class Metrics:
             for name, doc in HISTOGRAMS.items()
         }
 
+    def renew_lock(self) -> None:
+        """In a forked child: another thread of the parent may have had it."""
+        self._lock = threading.Lock()
+
     def add(self, name: str, count: int = 1) -> None:
         """Count something; ``name`` is one of COUNTERS."""
         self._note("", 0.0, {name: count})

@@ -11,6 +11,7 @@ import atexit
 import json
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -514,8 +515,30 @@ class TieredStore:
 _open_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
 
 
-# A forked child has the objects but not the threads; closing them there would wait forever.
-os.register_at_fork(after_in_child=_open_stores.clear)
+# A fork takes each store's lock first, so that the child has a state that is whole and a lock that it can take: for one
+# that another thread has at that moment, the child would wait forever.
+_LOCK_FOR_FORK_SEC = 1.0
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    cores = [store._core for store in list(_open_stores)]
+    _forking.cores = [(core, core.lock.acquire(timeout=_LOCK_FOR_FORK_SEC)) for core in cores]
+
+
+def _after_fork_in_parent() -> None:
+    for core, held in vars(_forking).pop("cores", ()):
+        if held:
+            core.lock.release()
+
+
+def _after_fork_in_child() -> None:
+    for core, held in vars(_forking).pop("cores", ()):
+        core.after_fork_in_child(held=held)
+    _open_stores.clear()  # it has the objects but not the threads; closing them there would wait forever
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 @atexit.register

@@ -6,12 +6,14 @@ The bucket is real HTTP and LMCache's own S3Connector talks to it; the connector
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lmcache_hs_backend.integrations.lmcache.slow_backends import SlowBackends
 from tests.support.engines import CHUNK, Engine, rows_of, tokens_of
 from tests.support.s3_server import S3Server
 from tests.support.waiting import wait_until
@@ -201,3 +203,46 @@ def test_no_from_a_connector_that_does_not_raise_is_no_proof(on_a_directory, kin
     assert engine.store.num_cached_chunks() == 8
     connection._connector = real
     assert engine.served(tokens_of(8)) == 8 * CHUNK
+
+
+def test_a_backend_that_cannot_even_be_asked_for_a_while_is_asked_again() -> None:
+    """Its loop is closed, say, while LMCache builds its backends again."""
+
+    class Remote:
+        class connection:
+            answers = False
+
+            @classmethod
+            async def exists(cls, key: object) -> bool:
+                while not cls.answers:
+                    await asyncio.sleep(0.01)
+                return True
+
+        def __init__(self) -> None:
+            self.running = asyncio.new_event_loop()
+            self.thread = threading.Thread(target=self.running.run_forever, daemon=True)
+            self.thread.start()
+            self.asked_in_vain = 0
+
+        @property
+        def loop(self) -> asyncio.AbstractEventLoop:
+            if self.running.is_closed():
+                self.asked_in_vain += 1
+                raise RuntimeError("Event loop is closed")
+            return self.running
+
+        def end(self) -> None:
+            self.running.call_soon_threadsafe(self.running.stop)
+            self.thread.join(5)
+            self.running.close()
+
+    remote, asked = Remote(), SlowBackends(0.1)
+    for _ in range(2):
+        assert asked.ask({"remote": remote}, ["key"]) == [None]
+    remote.end()
+    wait_until(lambda: remote.asked_in_vain > 0)
+    again = Remote()
+    again.connection.answers = True
+    wait_until(lambda: asked.ask({"remote": again}, ["key"]) == [True])
+    asked.close()
+    again.end()

@@ -17,9 +17,10 @@ pytest.importorskip("lmcache")
 
 import msgspec
 
-from lmcache_hs_backend.integrations.lmcache_mp import wire
+from lmcache_hs_backend.integrations.lmcache_mp import HiddenStateClient, wire
 from lmcache_hs_backend.integrations.lmcache_mp.client_copies import ClientCopies
 from lmcache_hs_backend.integrations.lmcache_mp.hot_memory import HotMemory
+from lmcache_hs_backend.integrations.lmcache_mp.results import ClientResults
 from lmcache_hs_backend.integrations.lmcache_mp.shared_memory import Segment
 from tests.support.mp_server import MODEL, MpServer
 from tests.support.waiting import wait_until
@@ -257,3 +258,32 @@ def test_a_server_that_closes_does_not_take_slots_back() -> None:
         copies.await_end()
     theirs.close()
     ours.close()
+
+
+def test_what_the_server_would_not_read_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match="world_size"):
+        HiddenStateClient("tcp://127.0.0.1:1", model=MODEL, world_size=-1)
+    client = HiddenStateClient("tcp://127.0.0.1:1", model=MODEL)  # where no server is
+    with pytest.raises(ValueError, match=r"128.*salt"):
+        client.store_hidden_states([1] * 256, torch.zeros(256, 16), cache_salt="s" * 129)
+    assert client.store_hidden_states([1] * 256, torch.zeros(256, 16), cache_salt="s" * 128) == 0
+    client.close()
+
+
+def test_memory_of_a_result_that_a_late_read_still_writes_is_not_given_out_again() -> None:
+    """A call that times out may return while an I/O thread copies one of its chunks."""
+    results = ClientResults(64 << 20, copies=None)
+    results.begin()
+    late = results.rows(4, 4096, torch.float32)  # as PendingReads keeps it
+    place = late.data_ptr()
+    assert results.hand_over({}) == []
+    results.begin()
+    again = results.rows(4, 4096, torch.float32)
+    assert again.data_ptr() != place
+    [given] = results.hand_over({0: again})
+    results.release([(given.segment, given.offset)])
+    other, at = results.rows(4, 4096, torch.float32), again.data_ptr()
+    assert other.data_ptr() not in (place, at), "the client is done with it, the server is not"
+    del late, again
+    assert {results.rows(4, 4096, torch.float32).data_ptr() for _ in range(1)} <= {place, at}
+    results.close()

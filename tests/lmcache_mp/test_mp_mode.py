@@ -182,6 +182,11 @@ WRONG: dict[str, Any] = {
     "a key that is no text": lambda client: client.has_chunk(7),
     "no key": lambda client: client.drop_key(""),
     "a dtype that is no float": lambda client: client.retrieve_layers([1] * CHUNK, [0], torch.int8),
+    "a salt that is too long": lambda client: client.store_hidden_states(
+        [1] * CHUNK, rows_of(CHUNK, 0), cache_salt="s" * 129
+    ),
+    "a salt that is no text": lambda client: client.coverage([1] * CHUNK, cache_salt=None),
+    "more layers than a call takes": lambda client: client.retrieve_layers([1] * CHUNK, range(1025)),
 }
 
 

@@ -386,6 +386,44 @@ print("both ended")
     assert done.stdout.strip() == "both ended", done.stderr
 
 
+def test_children_that_are_forked_while_other_threads_use_the_store_all_end(tmp_path: Path) -> None:
+    code = """
+q, y = prompt(2), rows(2 * CHUNK, seed=1)
+s.store(q.refs, q.bytes, {0: y})
+prompts, stopping = [prompt(4) for _ in range(6)], []
+z = rows(4 * CHUNK)
+
+def work():
+    while not stopping:
+        for one in prompts:
+            s.store(one.refs, one.bytes, {0: z})
+            s.retrieve(one.refs, [0])
+            s.drop(one.names, durable=False)
+
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(25):
+    child = os.fork()
+    if child == 0:
+        s.covered(q.names, [0]), s.retrieve(q.refs, [0]), s.stats()
+        os._exit(0)
+    until = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < until, "a child hangs"
+        time.sleep(0.002)
+stopping.append(True)
+for thread in threads:
+    thread.join()
+assert torch.equal(s.retrieve(q.refs, [0])[0], y.float())
+assert s.check() == []
+s.close()
+print("all ended")
+"""
+    done = run_python(code, tmp_path)
+    assert done.stdout.strip() == "all ended", done.stderr
+
+
 # -- what the documentation says of all this -----------------------------------------------------------------
 
 

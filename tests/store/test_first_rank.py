@@ -14,6 +14,7 @@ import torch
 
 from lmcache_hs_backend.chunk import Presence
 from lmcache_hs_backend.first_rank import FirstRankFiles
+from tests.store.test_directories import program
 from tests.support.disks import FaultyDisk
 from tests.support.prompts import CHUNK, IDENT, honest_rows, opened, prompt, settings
 
@@ -107,3 +108,23 @@ def test_a_disk_that_hangs_costs_one_call_and_the_next_ones_nothing(tmp_path: Pa
             assert time.monotonic() - began < 20
         assert torch.equal(found[0], honest_rows(p.ids))
         assert other.stats()["cold_state"] == "online"
+
+
+def test_a_forked_child_reads_on(tmp_path: Path) -> None:
+    program(f"""
+import os, time
+from lmcache_hs_backend.first_rank import FirstRankFiles
+p = prompt(2)
+with opened({str(tmp_path)!r}) as first:
+    first.store(p.refs, p.bytes, {{0: honest_rows(p.ids)}})
+    assert first.flush(10) == 0
+present = lambda keys, memory_only: [Presence.PRESENT] * len(keys)
+from lmcache_hs_backend.chunk import Presence
+other = FirstRankFiles(settings({str(tmp_path)!r}, ranks="first"), IDENT, ask=present)
+assert torch.equal(other.retrieve(p.refs, [0], None)[0], honest_rows(p.ids))
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(other.retrieve(p.refs, [0], None)[0], honest_rows(p.ids)) else 1)
+assert os.waitpid(child, 0)[1] == 0
+other.close()
+""")

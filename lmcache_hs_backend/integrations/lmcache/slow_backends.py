@@ -118,14 +118,22 @@ class SlowBackends:
             "only it may hold are not served",
             name, self._timeout_sec * 1000, _LATE_CALLS,
         )  # fmt: skip
-        threading.Thread(target=self._probe, args=(name, breaker), name="hs-kv-probe", daemon=True).start()
+        try:
+            threading.Thread(target=self._probe, args=(name, breaker), name="hs-kv-probe", daemon=True).start()
+        except RuntimeError as error:  # then calls are the probes
+            breaker.is_open = False
+            logger.warning("no thread to probe %s with: %s", name, error)
 
     def _probe(self, name: str, breaker: _Breaker) -> None:
         while not self._closed.wait(_PROBE_SEC):
             with self._lock:
                 assert breaker.target is not None
                 backend, key = breaker.target
-            answer = self._submit(backend, key)
+            try:
+                answer = self._submit(backend, key)
+            except Exception as error:  # noqa: BLE001 - its loop is closed, say; whatever it is, it may be over next time
+                logger.debug("%s cannot be probed: %r", name, error)
+                continue
             answered = answer.wait(self._timeout_sec)
             answer.take()
             if answered:
@@ -148,9 +156,9 @@ class SlowBackends:
         kind = type(connector).__name__
         if kind in _BLOCKS_THE_LOOP:
             return self._threads.submit(lambda: _meant(kind, connection.exists_sync(key)))
-        answer = _Answer()
-        asked = asyncio.run_coroutine_threadsafe(_answer(answer, _exists(connection, connector, key)), real.loop)
-        answer.on_giving_up = lambda: real.loop.call_soon_threadsafe(asked.cancel)
+        answer, loop = _Answer(), real.loop
+        asked = asyncio.run_coroutine_threadsafe(_answer(answer, _exists(connection, connector, key)), loop)
+        answer.on_giving_up = lambda: loop.call_soon_threadsafe(asked.cancel)
         return answer
 
 
@@ -250,8 +258,9 @@ class _Threads:
                 return answer
             self._jobs.put((answer, question))
             if self._jobs.qsize() > self._idle and self._started < self._most:
-                self._started += 1
-                threading.Thread(target=self._work, name="hs-kv-asker", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # out of threads: one that there is takes it, or nobody in time
+                    threading.Thread(target=self._work, name="hs-kv-asker", daemon=True).start()
+                    self._started += 1
         return answer
 
     def close(self) -> None:

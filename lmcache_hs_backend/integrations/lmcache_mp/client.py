@@ -71,6 +71,7 @@ class HiddenStateClient:
             world_size=world_size,
             worker_id=worker_id,
         )
+        wire.check(hello)
         name = wire.socket_name(url) if socket_name is None else socket_name
         self._timeout_sec = read_timeout_sec
         self._channels = Channels(name, hello, read_timeout_sec)
@@ -254,7 +255,8 @@ class HiddenStateClient:
         result: dict[int, torch.Tensor] | None = None,
         more_sec: float = 0.0,
     ) -> wire.WireReply | None:
-        """The reply; None when there is none. Raises ValueError when the server says that an argument is wrong."""
+        """The reply; None when there is none. Raises ValueError when an argument is wrong, as the server says, too."""
+        wire.check(call)
         deadline = time.monotonic() + self._timeout_sec + more_sec
         try:
             reply = self._channels.ask(call, rows, result, deadline)

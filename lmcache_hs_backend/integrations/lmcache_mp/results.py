@@ -7,6 +7,7 @@ from disk, the server puts the result together, in segments that it shares with 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -34,7 +35,11 @@ class ClientResults:
         self._copies = copies
         self.copied = False  # the client has copied its result: there is nothing to reply
         self._segments: list[tuple[Segment, FreeList]] = []
-        self._lent: dict[tuple[int, int], int] = {}  # (segment, offset) → bytes, until the client releases them
+        self._lent: dict[tuple[int, int], int] = {}  # (segment, offset) → bytes, until neither side uses them
+        # Those of them that this side may still write: a read that comes too late for its call does.
+        self._written: set[tuple[int, int]] = set()
+        self._left: deque[tuple[int, int]] = deque()  # of which this side's last view is gone; finalizers append
+        self._released: set[tuple[int, int]] = set()  # with which the client is done, and this side is not
         self._new: list[tuple[int, int]] = []  # descriptor and size of segments that the client does not have yet
         self._places: dict[int, SegmentPlace] = {}  # of the call in progress, by the address of the rows
 
@@ -59,7 +64,9 @@ class ClientResults:
         number, offset = self._allocate(nbytes)
         self._lent[number, offset] = nbytes
         place = SegmentPlace(0, number, offset, num_tokens, hidden_dim, DTYPE_NAMES[dtype])
-        tensor = self._segments[number - 1][0].rows(place)
+        tensor = self._segments[number - 1][0].rows(place, self._left)
+        if tensor.numel():
+            self._written.add((number, offset))
         self._places[tensor.data_ptr()] = place
         return tensor
 
@@ -86,10 +93,26 @@ class ClientResults:
 
     def release(self, results: Iterable[tuple[int, int]]) -> None:
         """The client is done with these. What was never lent is passed over: it may come twice."""
-        for number, offset in results:
-            nbytes = self._lent.pop((number, offset), None)
-            if nbytes is not None:
-                self._segments[number - 1][1].free(offset, nbytes)
+        self._collect()
+        for result in results:
+            if result in self._written:
+                self._released.add(result)
+            else:
+                self._free(result)
+
+    def _collect(self) -> None:
+        """Free what the client has released before this side was done with it."""
+        while self._left:
+            result = self._left.popleft()
+            self._written.discard(result)
+            if result in self._released:
+                self._released.discard(result)
+                self._free(result)
+
+    def _free(self, result: tuple[int, int]) -> None:
+        nbytes = self._lent.pop(result, None)
+        if nbytes is not None:
+            self._segments[result[0] - 1][1].free(result[1], nbytes)
 
     def close(self) -> None:
         """Let go of everything. The client's tensors keep their memory."""
@@ -98,6 +121,7 @@ class ClientResults:
         self._segments, self._new, self._lent, self._places = [], [], {}, {}
 
     def _allocate(self, nbytes: int) -> tuple[int, int]:
+        self._collect()
         for number, (_, slots) in enumerate(self._segments, 1):
             offsets = slots.allocate(nbytes)
             if offsets:

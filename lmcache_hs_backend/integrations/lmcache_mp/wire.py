@@ -37,7 +37,8 @@ _HiddenDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 MAX_NAME = 1024
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 _Salt = Annotated[str, msgspec.Meta(max_length=128)]
-_Ids = Annotated[bytes, msgspec.Meta(max_length=8 << 24)]
+_MAX_IDS = 8 << 24
+_Ids = Annotated[bytes, msgspec.Meta(max_length=_MAX_IDS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 MAX_SECONDS = 86400.0
 
@@ -258,6 +259,18 @@ def send(sock: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
     sent = socket.send_fds(sock, [frame], fds) if fds else sock.send(frame)
     if sent < len(frame):
         sock.sendall(memoryview(frame)[sent:])
+
+
+def check(call: AnyCall) -> None:
+    """Raise ValueError for a call that breaks a limit: the server would end the connection, and others suffer."""
+    ids = getattr(call, "ids", b"")
+    if len(ids) > _MAX_IDS:
+        raise ValueError(f"{len(ids) // 8} token ids, but a call takes at most {_MAX_IDS // 8}")
+    small = msgspec.structs.replace(call, ids=b"") if ids else call
+    try:
+        _calls.decode(_encoder.encode(small))
+    except (msgspec.MsgspecError, TypeError, OverflowError) as error:  # what cannot be written, and what cannot be read
+        raise ValueError(f"LMCache's server does not take this: {error}") from None
 
 
 def receive_call(sock: socket.socket) -> tuple[AnyCall, list[int]]:

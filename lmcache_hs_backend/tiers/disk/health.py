@@ -67,6 +67,10 @@ class DiskHealth:
         self._timeouts: list[float] = []  # when retrieves last waited in vain
         self._slow = False  # offline for that
 
+    def renew_lock(self) -> None:
+        """In a forked child: another thread of the parent may have had it."""
+        self._changing = threading.Lock()
+
     def failed(self, what: str, error: OSError) -> None:
         """A read or a write (``what``) was refused by the system: offline."""
         self._metrics.add(f"errors_{what}")

@@ -110,6 +110,20 @@ class Core:
         # An I/O thread has something to do. No other thread waits here: a wait that an exception ends does harm.
         self.work = threading.Condition(self.lock)
 
+    def after_fork_in_child(self, *, held: bool) -> None:
+        """Other threads are not here, and the locks that they had are never given up.
+
+        ``held``: the forking thread has the store's lock, so the state is whole. Otherwise this child cannot use it.
+        """
+        if held:
+            self.lock.release()
+        else:
+            self.closed = True
+            self.lock = threading.Lock()
+            self.work = threading.Condition(self.lock)
+        for part in (self.metrics, self.pool, self.disk.health):
+            part.renew_lock()
+
     @property
     def may_write(self) -> bool:
         """Whether a write may start: it is known what is on disk, what was cleared is gone, and there is room."""

@@ -107,6 +107,10 @@ class BufferPool:
                     best, best_size = number, len(region)
             return None if best < 0 else self._idle.pop(best)[0]
 
+    def renew_lock(self) -> None:
+        """In a forked child: another thread of the parent may have had it."""
+        self._lock = threading.Lock()
+
     def trim(self) -> None:
         """Let go of regions that have been idle too long or are too many. Called now and then."""
         with self._lock:
