@@ -20,6 +20,7 @@ from lmcache_hs_backend.format.layout import LOCK, RECORD
 from lmcache_hs_backend.tiered import TieredStore
 from lmcache_hs_backend.tiers.disk.owned_namespace import NamespaceLock
 from lmcache_hs_backend.tiers.flows import opening
+from tests.store.test_directories import program
 from tests.support.disks import INJECTED
 from tests.support.prompts import CHUNK, IDENT, LAYER_BYTES, check_balance, on_disk, opened, prompt, rows, settings
 from tests.support.waiting import wait_until
@@ -312,3 +313,22 @@ def test_a_store_can_be_closed_while_its_path_hangs(tmp_path: Path, monkeypatch:
     wait_until(lambda: set(threading.enumerate()) <= before)
     with opened(tmp_path, on_locked="error"):  # a lock that came too late is given up
         pass
+
+
+def test_a_disk_that_takes_no_byte_at_the_start_is_tried_again_without_a_trace(tmp_path: Path) -> None:
+    program(f"""
+import resource, time
+from pathlib import Path
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))  # a file can be made, and nothing written into it
+store = TieredStore(settings({str(tmp_path)!r}), 8 * LAYER_BYTES, IDENT)
+assert store.stats()["cold_state"] == "offline"
+folder = Path(store.directory)
+made = folder.stat().st_mtime_ns
+wait_until(lambda: folder.stat().st_mtime_ns != made)
+wait_until(lambda: not list(folder.glob(".*.tmp")))
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+wait_until(lambda: store.wait_recovered(0.1))
+assert not list(folder.glob(".*.tmp"))
+store.close()
+""")

@@ -56,6 +56,11 @@ def _is_described(directory: str, record: dict[str, Any]) -> bool:
         return False
 
 
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
 class UnusableColdPath(ConfigError):
     """The settings may be right, but the cold path cannot be used now: it is missing, read-only, a file, or locked."""
 
@@ -216,9 +221,13 @@ class OwnedNamespace:
             return
         temporary = os.path.join(directory, temporary_name(RECORD))
         text = json.dumps(record, indent=2) + "\n"
-        async with aiofiles.open(temporary, "x", executor=executor) as file:
-            await file.write(text)
-        await loop.run_in_executor(executor, os.replace, temporary, path)
+        try:
+            async with aiofiles.open(temporary, "x", executor=executor) as file:
+                await file.write(text)
+            await loop.run_in_executor(executor, os.replace, temporary, path)
+        except OSError:  # a full disk, say; it is tried again and again, and each time would leave a file
+            await loop.run_in_executor(executor, _remove, temporary)
+            raise
 
     def close(self) -> None:
         """Give the directory up. May be called again."""
