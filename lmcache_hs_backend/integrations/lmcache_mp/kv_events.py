@@ -3,6 +3,7 @@
 KV is gone when L1 (RAM) has deleted it and L2 (disks, remotes) does not hold it. With L2 adapters the second is known
 only of KV that was seen stored there, or found there, and then seen deleted; of other KV it is unknown, and its rows
 stay until the size limits take them. Rows whose KV is unknown are served: without their KV they are useless, not wrong.
+L2 may hold more than there is memory to remember: of more than a million pieces of KV the oldest become unknown.
 
 LMCache calls the listeners under its own locks, so they do nothing but put the event in a queue; a thread goes through
 it, and judges KV by the state in which a batch of events leaves it: KV that is stored again at once is not gone.
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _L2 = 1
 _SEEN_IN_L2 = 2  # no place, but the knowledge that makes a deletion from L2 a proof
 _FIRST_L1 = 4
+
+_MOST_PLACES = 1 << 20
 
 #: (places to add, places to take away, keys)
 _Event = tuple[int, int, list[Any]]
@@ -133,6 +136,8 @@ class KvEvents:
                 self._places[key] = (self._places.get(key, 0) | added) & ~taken
                 if taken:
                     left[key] = None
+        while len(self._places) > _MOST_PLACES:
+            del self._places[next(iter(self._places))]
 
     def _is_gone(self, key: Any) -> bool:
         """Whether KV that some place has deleted is nowhere, and that is known. What is nowhere is forgotten."""
