@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from lmcache_hs_backend.dataset.given_ids import Twice, object_of
+
 FILE_TYPES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet")
 
 _GZIP = b"\x1f\x8b"
@@ -100,32 +102,19 @@ def _lines(path: str, file: BinaryIO) -> Iterator[SourceRow]:
         if not line.strip():
             continue
         try:
-            yield SourceRow(path, number, json.loads(line.decode(), object_pairs_hook=_object))
+            yield SourceRow(path, number, json.loads(line.decode(), object_pairs_hook=object_of))
         except UnicodeDecodeError as error:
             bad = line[error.start]
             yield SourceRow(path, number, None, f"the line is not UTF-8: byte 0x{bad:02x} at position {error.start}")
-        except _Twice as error:
+        except Twice as error:
             yield SourceRow(path, number, None, str(error))
         except (ValueError, RecursionError) as error:
             yield SourceRow(path, number, None, f"the line is not JSON: {error}")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are different: of two values for one, either would be a guess."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _Twice(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
-    return made
-
-
-class _Twice(ValueError):
-    """JSON that says a key twice."""
-
-
 def _array(path: str, file: BinaryIO) -> Iterator[SourceRow]:
     """The elements of one JSON array, without having all of it in memory."""
-    decoder, text, number = json.JSONDecoder(object_pairs_hook=_object), "", 0
+    decoder, text, number = json.JSONDecoder(object_pairs_hook=object_of), "", 0
     plain = json.JSONDecoder()
     utf8 = codecs.getincrementaldecoder("utf-8")()
     separator = "["
@@ -144,7 +133,7 @@ def _array(path: str, file: BinaryIO) -> Iterator[SourceRow]:
                 problem = ""
                 try:
                     value, end = decoder.raw_decode(rest)
-                except _Twice as error:
+                except Twice as error:
                     value, problem, end = None, str(error), plain.raw_decode(rest)[1]
                 # A number, or a word, may go on in what has not been read yet; an object, list or text is whole.
                 if ended or end < len(rest):

@@ -355,6 +355,7 @@ def _head(plan: Plan, norm: NormPlan, args: argparse.Namespace) -> dict[str, Any
     }  # fmt: skip
     if plan.report.coverage:
         head["coverage"] = dict(zip(("covered", "partly", "missing"), plan.report.covered(), strict=True))
+        head["coverage"]["bad"] = plan.report.unreadable()
     return json.loads(json.dumps(head))  # type: ignore[no-any-return]
 
 
@@ -371,7 +372,11 @@ def _describe(plan: Plan, args: argparse.Namespace, say: Callable[[str], None]) 
         say(f"  {count} chunks not used: {text}")
     if plan.report.coverage:
         full, partly, missing = plan.report.covered()
-        say(f"rows of the dataset: {full} covered, {partly} partly covered, {missing} missing")
+        bad = plan.report.unreadable()
+        say(
+            f"rows of the dataset: {full} covered, {partly} partly covered, {missing} missing"
+            f"{f', {bad} that cannot be read' if bad else ''}"
+        )
     stored = plan.stored_tokens()
     say(
         f"{len(plan.samples)} samples of {plan.report.sequences} sequences, {plan.tokens} tokens; stored once: "
@@ -420,8 +425,9 @@ def _write_coverage(plan: Plan, out: str, temporary: str) -> None:
     path = os.path.join(temporary, COVERAGE)
     with open(path, "w", encoding="utf-8") as file:
         for row, tokens, covered in plan.report.coverage:
-            state = "covered" if covered == tokens else "partly" if covered else "missing"
-            file.write(json.dumps({"row": row, "tokens": tokens, "covered": covered, "state": state}) + "\n")
+            state = "covered" if covered == tokens else "missing" if not covered else "partly" if covered > 0 else "bad"
+            record = {"row": row, "tokens": tokens, "covered": max(0, covered), "state": state}
+            file.write(json.dumps(record) + "\n")
     os.replace(path, os.path.join(out, COVERAGE))
 
 

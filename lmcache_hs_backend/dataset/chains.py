@@ -49,14 +49,19 @@ class Report:
     source: str
     sequences: int = 0
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    coverage: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # row, its tokens, covered tokens
+    #: Row of a prepared dataset, its tokens, covered tokens; -1 of those for a row that is none.
+    coverage: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     bad_rows: list[tuple[int, RowRejected]] = dataclasses.field(default_factory=list)  # of the prepared dataset
 
     def covered(self) -> tuple[int, int, int]:
-        """Rows of a prepared dataset that are covered, partly covered and missing."""
+        """Rows of a prepared dataset that are covered, partly covered and missing. Those that are none are in none."""
         full = sum(covered == tokens for _, tokens, covered in self.coverage)  # an empty row is
         missing = sum(covered == 0 < tokens for _, tokens, covered in self.coverage)
-        return full, len(self.coverage) - full - missing, missing
+        return full, len(self.coverage) - full - missing - self.unreadable(), missing
+
+    def unreadable(self) -> int:
+        """Rows of a prepared dataset that cannot be read."""
+        return sum(covered < 0 for _, _, covered in self.coverage)
 
 
 def leaves(forest: UsableForest, report: Report) -> list[Sample]:
@@ -164,7 +169,7 @@ def matched(forest: UsableForest, rows: Iterable[Sequence[int] | RowRejected], r
                 if beyond is not None:
                     last, covered = beyond, tokens
                     break
-        report.coverage.append((number, tokens, covered))
+        report.coverage.append((number, tokens, -1 if number in bad else covered))
         if covered:
             found.append(Sample(f"row-{number}", last, covered, row=number))
         elif number not in bad:

@@ -200,12 +200,18 @@ def _eps(path: str, config: dict[str, Any], kind: str) -> float:
     """The norm's epsilon. A LayerNorm whose config has none has the one that torch gives it."""
     text = _text_config(config)
     keys = sorted(_EPS, key=lambda key: key.startswith("layer") != kind.startswith("layer"))
-    value = next((text[key] for key in keys if isinstance(text.get(key), float)), None)
-    if value is None and kind.startswith("layer"):
+    key = next((key for key in keys if text.get(key) is not None), None)
+    if key is None and kind.startswith("layer"):
         return 1e-5
-    if value is None:
+    if key is None:
         raise DatasetError(
             f"--final-norm {path}: config.json has none of {', '.join(_EPS)}; --norm-kind {kind}:EPS gives it"
+        )
+    value = text[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise DatasetError(
+            f"--final-norm {path}: {key} is {value!r:.40} in config.json, not a number from 0 to below 1; --norm-kind "
+            f"{kind}:EPS gives it"
         )
     return float(value)
 
@@ -290,6 +296,8 @@ class _Checkpoint:
             found["bias"] = self._tensor(bias)
         if any(tensor.dim() != 1 or not tensor.is_floating_point() for tensor in found.values()):
             raise DatasetError(f"--final-norm {self._path}: {names[0]} is not a vector of floats")
+        if not all(bool(torch.isfinite(tensor.float()).all()) for tensor in found.values()):
+            raise DatasetError(f"--final-norm {self._path}: {names[0]} has NaN or infinity: the checkpoint is damaged")
         return found
 
     def _names(self, file: str) -> list[str]:

@@ -17,6 +17,19 @@ PADDING = "attention_mask"
 IGNORED = -100
 
 
+class Twice(ValueError):
+    """JSON that says a key twice."""
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON (``object_pairs_hook``) whose keys are different: of two values for one, either is a guess."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise Twice(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return made
+
+
 def flat(value: object) -> list[Any] | None:
     """A list of numbers, which may be the only one in another list; None for anything else."""
     if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):

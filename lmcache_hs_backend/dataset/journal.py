@@ -30,20 +30,30 @@ def read_head(out: str) -> dict[str, Any] | None:
             head: dict[str, Any] = json.loads(file.readline())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise _damaged(out, error) from None
     return head
+
+
+def _damaged(out: str, error: Exception) -> DatasetError:
+    path = os.path.join(out, STATE)
+    return DatasetError(f"{path}/{_PLAN} is damaged ({error}); remove {path}, and begin again")
 
 
 def read_plan(out: str, chunks: Sequence[IndexedChunk]) -> tuple[dict[str, Any], list[Sample]]:
     """The plan in a folder; a sample whose last chunk is not among these has ``last`` -1."""
     where = {(chunk.prefix, chunk.start): position for position, chunk in enumerate(chunks)}
     with open(os.path.join(out, STATE, _PLAN), encoding="utf-8") as file:
-        head = json.loads(file.readline())
-        samples = []
-        for line in file:
-            name, prefix, start, tokens, prompt_tokens, row, spans = json.loads(line)
-            last = where.get((bytes.fromhex(prefix), start), -1)
-            loss_spans = None if spans is None else tuple((begin, end) for begin, end in spans)
-            samples.append(Sample(name, last, tokens, prompt_tokens, row, loss_spans))
+        try:
+            head = json.loads(file.readline())
+            samples = []
+            for line in file:
+                name, prefix, start, tokens, prompt_tokens, row, spans = json.loads(line)
+                last = where.get((bytes.fromhex(prefix), start), -1)
+                loss_spans = None if spans is None else tuple((begin, end) for begin, end in spans)
+                samples.append(Sample(name, last, tokens, prompt_tokens, row, loss_spans))
+        except (ValueError, TypeError) as error:
+            raise _damaged(out, error) from None
     return head, samples
 
 

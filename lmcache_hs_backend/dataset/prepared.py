@@ -93,9 +93,25 @@ def open_prepared(path: str) -> Prepared:
         return _Folder(path)
     if not os.path.isfile(path):
         raise DatasetError(f"dataset:{path} does not exist; name a datasets folder, a JSONL or a Parquet file")
-    if path.endswith(".parquet"):
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}") from None
+    if path.endswith(".parquet") or start == b"PAR1":
         return _Parquet(path)
+    for begin, what in _OTHERS.items():
+        if start.removeprefix(b"\xef\xbb\xbf").startswith(begin):
+            raise DatasetError(f"{path} is {what}")
     return _JsonLines(path)
+
+
+#: How files begin that are no JSONL, and what to do about them.
+_OTHERS = {
+    b"\x1f\x8b": "gzipped, and rows are read in any order: unpack it first (gunzip)",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first (zstd -d)",
+    b"[": "one JSON array, but has to have an object in each line (jq -c '.[]' makes that of it)",
+}
 
 
 def _mask_columns(names: Iterable[str]) -> tuple[str, ...]:
@@ -121,7 +137,9 @@ class _JsonLines:
             record = self._record(number)
             if isinstance(record, dict):
                 names |= record.keys()
-        if len(self._offsets) and "input_ids" not in names:
+        if not self._offsets:
+            raise DatasetError(f"{path} has no row")
+        if "input_ids" not in names:
             raise DatasetError(f"{path}: no row is a JSON object with input_ids {_PREPARE}")
         self.mask_columns = _mask_columns(names)
 
@@ -131,18 +149,19 @@ class _JsonLines:
     def row(self, number: int) -> PreparedRow:
         record = self._record(number)
         if not isinstance(record, dict) or "input_ids" not in record:
-            raise RowRejected("row", "the line is not a JSON object with input_ids")
+            why = f": {record}" if isinstance(record, Exception) else ""
+            raise RowRejected("row", f"the line is not a JSON object with input_ids{why}")
         return _row(record)
 
     def _record(self, number: int) -> Any:
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offsets[number])
-                return json.loads(file.readline())
+                return json.loads(file.readline(), object_pairs_hook=given_ids.object_of)
         except OSError as error:
             raise DatasetError(f"{self.path} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            return None
+        except (ValueError, RecursionError) as error:
+            return error
 
 
 class _Folder:
@@ -156,8 +175,10 @@ class _Folder:
         self.path = path
         try:
             data: Any = datasets.load_from_disk(path)
-        except (FileNotFoundError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise DatasetError(f"{path} is not a datasets folder (Dataset.save_to_disk): {error}") from None
+        if isinstance(data, datasets.DatasetDict) and len(data) == 1:
+            (data,) = data.values()
         if not isinstance(data, datasets.Dataset):
             raise DatasetError(f"{path} holds several splits; name the folder of one of them")
         _check_columns(path, data.column_names)
@@ -169,7 +190,11 @@ class _Folder:
         return int(self._data.num_rows)
 
     def row(self, number: int) -> PreparedRow:
-        return _row(self._data[number])
+        try:
+            row = self._data[number]
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{self.path} cannot be read at row {number}: {error}") from None
+        return _row(row)
 
 
 class _Parquet:
@@ -203,7 +228,10 @@ class _Parquet:
         group = bisect.bisect_right(self._starts, number) - 1
         with self._lock:
             if group != self._group:
-                self._table = self._file.read_row_group(group, self._columns)
+                try:
+                    self._table = self._file.read_row_group(group, self._columns)
+                except (OSError, ValueError) as error:  # of pyarrow's, too
+                    raise DatasetError(f"{self.path} cannot be read at row {number}: {error}") from None
                 self._group = group
             table = self._table
         at = number - self._starts[group]

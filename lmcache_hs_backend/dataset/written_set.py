@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,14 @@ class WrittenSet:
             self._slots: list[int] = self.manifest["layers"]["slots"]
             self._last: int | None = self.manifest["layers"]["last"]
             self._read = _READERS[self.manifest["trainer_format"]]
+            for wanted, values in (
+                (int, [self.manifest["hidden_size"], *self._slots]),
+                (str, [self.manifest["last_layer"], self.manifest["model"]]),
+                (str, [entry[name] for entry in self._entries for name in ("file", "split")]),
+                (int, [entry["tokens"] for entry in self._entries]),
+            ):
+                if not all(isinstance(value, wanted) for value in values):
+                    raise ValueError(f"a value in it is no {wanted.__name__}")
         except FileNotFoundError:
             raise DatasetError(f"{path} is not a finished set of lmcache-hs-extract: there is no {MANIFEST}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -59,13 +68,19 @@ class WrittenSet:
         path = os.path.join(self.path, entry["file"])
         try:
             ids, mask, aux, last = self._read(self, path, entry, number)
-        except (OSError, SafetensorError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            if len(ids) != entry["tokens"] or len(mask) != len(ids):
+                raise ValueError(
+                    f"it has {len(ids)} token ids and a mask of {len(mask)}, but by {MANIFEST} {entry['tokens']} tokens"
+                )
+            slots = [slot for slot in self._slots if slot != self._last]
+            hidden = self.manifest["hidden_size"]
+            layers = list(zip(slots, aux.reshape(len(ids), len(slots), hidden).unbind(1), strict=True))
+            if last is not None and self._last is not None:
+                layers.append((self._last, last.reshape(len(ids), hidden)))
+        except (OSError, SafetensorError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
             raise DatasetError(f"{path}, of sample {number}, cannot be read: {error}") from None
-        slots = [slot for slot in self._slots if slot != self._last]
-        hidden = self.manifest["hidden_size"]
-        layers = list(zip(slots, aux.reshape(len(ids), len(slots), hidden).unbind(1), strict=True))
-        if last is not None and self._last is not None:
-            layers.append((self._last, last.reshape(len(ids), hidden)))
+        except ImportError as error:
+            raise DatasetError(f"{path}, of sample {number}, needs {error.name}: {error}") from None
         return WrittenSample(number, entry["file"], entry["split"], ids, mask, layers)
 
     # -- one reader for each trainer: ids, mask, auxiliary layers, last layer ------------------------------
@@ -102,6 +117,9 @@ class WrittenSet:
             raw = bytearray(file.read(entry["bytes"]))
         count, hidden = entry["tokens"], self.manifest["hidden_size"]
         width = (len(self._slots) - 1) * hidden
+        wanted = count * (torch.int32.itemsize + 2 + torch.bfloat16.itemsize * (width + hidden))
+        if len(raw) != wanted:
+            raise ValueError(f"{len(raw)} bytes where {wanted} should be")
         parts, at = [], 0
         for dtype, size in ((torch.int32, 1), (torch.uint8, 1), (torch.uint8, 1), (torch.bfloat16, width),
                             (torch.bfloat16, hidden)):  # fmt: skip
@@ -123,6 +141,6 @@ _READERS = {
 def _load(path: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError):  # of many lines, on how to trust it
+    except (RuntimeError, EOFError, LookupError, ValueError, struct.error, pickle.UnpicklingError):  # of many lines
         raise ValueError("it is not what torch.save writes, or was cut short") from None
     return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,71 @@ def test_a_bad_row_loses_itself_only(stored: Path, tmp_path: Path, fault: str, c
     assert [row["row"] for row in lines(tmp_path / "out" / "coverage.jsonl")] == [0, 1, 2]
     assert extract(stored, tmp_path / "strict", *options, "--strict") == 1
     assert "--strict: 1 rejected" in capsys.readouterr().err
+
+
+def test_a_row_that_cannot_be_read_is_counted_as_such(stored: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    twice = json.dumps(ROWS[1])[:-1] + ', "input_ids": [1]}'
+    path.write_text("".join(line + "\n" for line in (json.dumps(ROWS[0]), twice, json.dumps(ROWS[2]))))
+    assert (
+        main([str(stored), "--out", str(tmp_path / "out"), "--format", "modelopt", "--sequences", f"dataset:{path}"])
+        == 0
+    )
+    assert "2 covered, 0 partly covered, 0 missing, 1 that cannot be read" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["coverage"] == {"covered": 2, "partly": 0, "missing": 0, "bad": 1}
+    assert [row["state"] for row in lines(tmp_path / "out" / "coverage.jsonl")] == ["covered", "bad", "covered"]
+    (rejected,) = lines(tmp_path / "out" / "rejected.jsonl")
+    assert "the key 'input_ids' stands twice" in rejected["detail"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "has no row"),
+        (gzip.compress(b"{}"), "is gzipped, and rows are read in any order: unpack it first (gunzip)"),
+        (b'\xef\xbb\xbf[{"input_ids": [1]}]', "is one JSON array, but has to have an object in each line"),
+        (b"PAR1 and nothing else", "is not a Parquet file"),
+    ],
+)
+def test_a_dataset_of_another_kind_says_which(
+    stored: Path, tmp_path: Path, content: bytes, reason: str, capsys: Any
+) -> None:
+    path = tmp_path / "rows.data"
+    path.write_bytes(content)
+    assert extract(stored, tmp_path / "out", "--sequences", f"dataset:{path}") == 1
+    error = capsys.readouterr().err
+    assert f"{path} {reason}" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_table_is_named_and_leaves_nothing(stored: Path, tmp_path: Path, capsys: Any) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(tmp_path / "rows.parquet")
+    whole = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "rows.parquet").write_bytes(whole[:20] + bytes(80) + whole[100:])
+    table.save_to_disk(tmp_path / "rows")
+    (arrow,) = (tmp_path / "rows").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:-600])
+    for name in ("rows.parquet", "rows"):
+        assert extract(stored, tmp_path / "out", "--sequences", f"dataset:{tmp_path / name}") == 1
+        line = capsys.readouterr().err.strip().splitlines()[-1]  # datasets has bars of its own
+        assert line.startswith(f"lmcache-hs-extract: error: {tmp_path / name} ")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_one_split_needs_no_name(stored: Path, tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "rows")
+    assert extract(stored, tmp_path / "out", "--sequences", f"dataset:{tmp_path / 'rows'}", "--strict") == 0
+
+
+def test_a_damaged_plan_is_one_line(stored: Path, tmp_path: Path, capsys: Any) -> None:
+    assert extract(stored, tmp_path / "out", "--plan") == 0
+    plan = tmp_path / "out" / ".lmcache-hs-extract" / "plan.jsonl"
+    plan.write_bytes(plan.read_bytes()[:40])
+    for option in (["--resume"], ["--part", "1/1"], ["--finish"]):
+        assert extract(stored, tmp_path / "out", *option) == 1
+        assert "plan.jsonl is damaged" in capsys.readouterr().err
 
 
 def test_labels_that_are_moved_by_one_are_no_mask(stored: Path, tmp_path: Path, capsys: Any) -> None:

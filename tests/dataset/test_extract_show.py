@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,47 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path, tokenizer: str, capsys
     (out / "manifest.json").write_text("{}")
     assert main(["show", str(out)]) == 1
     assert "is no manifest of lmcache-hs-extract" in capsys.readouterr().err
+
+
+def _drop(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest.pop(name)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *map(_drop, ("trainer_format", "last_layer", "hidden_size", "layers", "samples")),
+        lambda manifest: manifest.update(hidden_size=7),
+        lambda manifest: manifest.update(hidden_size="x"),
+        lambda manifest: manifest.update(samples="abc"),
+        lambda manifest: manifest["layers"].update(slots=None),
+        lambda manifest: manifest["layers"]["slots"].pop(0),
+        lambda manifest: manifest["samples"][0].pop("file"),
+        lambda manifest: manifest["samples"][0].pop("split"),
+        lambda manifest: manifest["samples"][0].update(tokens=999),
+    ],
+)
+@pytest.mark.parametrize("format_", ["speculators", "modelopt", "deepspec"])
+def test_a_manifest_that_does_not_fit_is_one_line(
+    tmp_path: Path, tokenizer: str, format_: str, damage: Callable[[dict[str, Any]], object], capsys: Any
+) -> None:
+    out, _ = write(tmp_path, tokenizer, format_)
+    manifest = json.loads((out / "manifest.json").read_text())
+    damage(manifest)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["show", str(out)]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("lmcache-hs-extract show: error: ")
+    assert not captured.out
+
+
+def test_a_file_of_a_sample_that_is_none_is_one_line(tmp_path: Path, tokenizer: str, capsys: Any) -> None:
+    out, _ = write(tmp_path, tokenizer, "modelopt")
+    for junk in (b"", b"junk", b"PK\x03\x04", b"\x80\x02"):
+        next(out.glob("*000.pt")).write_bytes(junk)
+        assert main(["show", str(out)]) == 1
+        assert "of sample 0, cannot be read: it is not what torch.save writes" in capsys.readouterr().err
 
 
 def test_a_set_counts_its_samples(tmp_path: Path, tokenizer: str) -> None:

@@ -70,6 +70,28 @@ def test_a_shard_that_is_missing_is_one_line(tmp_path: Path) -> None:
         FinalNorm.load(path)
 
 
+@pytest.mark.parametrize("eps", ["1e-6", True, -1, 2])
+def test_an_epsilon_that_is_none_is_named(tmp_path: Path, eps: object) -> None:
+    config = {"model_type": "some_new_type", **TEXT, "rms_norm_eps": eps}
+    path = checkpoint(tmp_path / "m", config, **{"model.norm.weight": torch.ones(4)})
+    with pytest.raises(DatasetError, match=rf"rms_norm_eps is {eps!r} in config.json.*--norm-kind rms:EPS"):
+        FinalNorm.load(path, "rms")
+    assert FinalNorm.load(path, "rms:1e-6")(torch.ones(4)).tolist() == pytest.approx([1] * 4)
+
+
+def test_an_epsilon_may_be_a_whole_number(tmp_path: Path) -> None:
+    config = {"model_type": "some_new_type", **TEXT, "rms_norm_eps": 0}
+    path = checkpoint(tmp_path / "m", config, **{"model.norm.weight": torch.ones(4)})
+    assert FinalNorm.load(path, "rms")(torch.ones(4)).tolist() == [1] * 4
+
+
+def test_a_norm_with_a_nan_in_it_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    weight = torch.tensor([1, float("nan"), 1, 1])
+    path = checkpoint(tmp_path / "m", {"model_type": "llama", **TEXT}, **{"model.norm.weight": weight})
+    with pytest.raises(DatasetError, match=r"model\.norm\.weight has NaN or infinity: the checkpoint is damaged"):
+        FinalNorm.load(path)
+
+
 def test_a_type_that_nobody_knows_is_an_error_until_its_kind_is_forced(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "m", {"model_type": "brand_new", **TEXT}, **{"model.norm.weight": STORED})
     with pytest.raises(DatasetError, match=r"'brand_new' .*--norm-kind KIND"):
