@@ -29,7 +29,7 @@ from lmcache_hs_backend.tiered import TieredStore
 TITLE = "Open"
 
 _TOKENS, _HIDDEN = 8, 8
-_IDENT = NamespaceId(model="org/bench", chunk_size=_TOKENS)
+IDENT = NamespaceId(model="org/bench", chunk_size=_TOKENS)
 
 
 def run(context: Context) -> Result:
@@ -45,19 +45,19 @@ def run(context: Context) -> Result:
     for count in size.open_files:
         with context.folder() as path:
             config = TieredConfig(cold_path=path, max_cold_size=16, min_free_disk=0)
-            store = TieredStore(config, 1 << 20, _IDENT)
+            store = TieredStore(config, 1 << 20, IDENT)
             store.close()
-            refs = list(_make_files(store.directory, count))
+            refs = list(make_files(store.directory, count))
             rounds = min(5, size.rounds) if count <= 10_000 else 3 if count <= 100_000 else 1
             scans, built, served, read = [], [], [], []
             for number in range(rounds):
                 emptied = disk.drop_caches() and emptied
-                scans.append(_bare_scan(store.directory))
+                scans.append(bare_scan(store.directory))
                 emptied = disk.drop_caches() and emptied
                 started = time.perf_counter()
-                store = TieredStore(config, 1 << 20, _IDENT)
+                store = TieredStore(config, 1 << 20, IDENT)
                 built.append(time.perf_counter() - started)
-                _serve(store, refs[number * 997 % count])
+                serve_once(store, refs[number * 997 % count])
                 served.append(time.perf_counter() - started)
                 wait_until(lambda s=store: s.wait_recovered(0), 3600)
                 read.append(time.perf_counter() - started)
@@ -80,7 +80,7 @@ def run(context: Context) -> Result:
     return result
 
 
-def _make_files(directory: str, count: int) -> Iterator[ChunkRef]:
+def make_files(directory: str, count: int) -> Iterator[ChunkRef]:
     """Valid chunk files of one tiny chunk each."""
     spec = LayerSpec(0, "BF16", _HIDDEN)
     rows, ids = bytes(spec.nbytes(_TOKENS)), bytes(_TOKENS * 8)
@@ -101,7 +101,7 @@ def _make_files(directory: str, count: int) -> Iterator[ChunkRef]:
         yield ChunkRef(name, 0, _TOKENS, prefix, key, f"{number:x}", "", None)
 
 
-def _bare_scan(directory: str) -> float:
+def bare_scan(directory: str) -> float:
     started = time.perf_counter()
     for folder in os.scandir(directory):
         if folder.is_dir():
@@ -110,7 +110,7 @@ def _bare_scan(directory: str) -> float:
     return time.perf_counter() - started
 
 
-def _serve(store: TieredStore, ref: ChunkRef) -> None:
+def serve_once(store: TieredStore, ref: ChunkRef) -> None:
     """Ask for a recovered chunk until it is served."""
     deadline = time.monotonic() + 60
     while not store.retrieve([ref], [0]):

@@ -141,7 +141,7 @@ class Opening:
                     pass
                 await asyncio.sleep(_LOOK_AGAIN_SEC)
                 if core.state.orders.unread_files and core.disk.health.readable:
-                    await recover.read_headers()  # a disk that had failed is back
+                    await recover.read_left_headers()  # a disk that had failed is back
                 if time.monotonic() - scanned > _NEIGHBOURS_SEC:
                     scanned = time.monotonic()
                     await recover.look_at_neighbours()

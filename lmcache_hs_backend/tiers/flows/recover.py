@@ -20,7 +20,6 @@ from lmcache_hs_backend.config import GIB
 from lmcache_hs_backend.format.layout import (
     ARCHIVE,
     QUARANTINE,
-    FoundFile,
     chunk_names,
     fan_out_folders,
     is_in_the_making,
@@ -29,6 +28,7 @@ from lmcache_hs_backend.format.layout import (
     scan_flat,
     scan_folder,
 )
+from lmcache_hs_backend.tiers.disk.found_chunks import FoundChunks
 from lmcache_hs_backend.tiers.flows.core import Core
 from lmcache_hs_backend.tiers.flows.io_threads import IoExecutor
 from lmcache_hs_backend.tiers.flows.make_room import MakeRoom
@@ -57,6 +57,7 @@ class Recover:
         self._neighbours = neighbours
         self._directory = core.disk.directory
         self._executor = executor
+        self._found = FoundChunks()
 
     async def scan(self) -> None:
         """Index everything by name, then count it by size. No write may start before this is done.
@@ -69,13 +70,13 @@ class Recover:
         folders = await loop.run_in_executor(self._executor, self._scan_top)
         for folder in folders:
             names = await loop.run_in_executor(self._executor, chunk_names, folder)
-            with core.lock, core.step:
-                recovering.found(core.state, names)
+            for some in _batches(names, _LOCK_BATCH):
+                with core.lock, core.step:
+                    recovering.found(core.state, some)
             if len(core.state.entries) > _MANY_CHUNKS:
                 gc.freeze()  # or full collections walk all of them again and again, 0.3 s each for 300,000
-        files = await loop.run_in_executor(self._executor, self._scan_own, folders)
-        files.sort(key=lambda file: file.mtime_ns)
-        for batch in _batches(files, _LOCK_BATCH):
+        self._found = await loop.run_in_executor(self._executor, self._scan_own, folders)
+        for batch in self._found.by_use(_LOCK_BATCH):
             with core.lock, core.step:
                 recovering.sized(core.state, batch)
         with core.lock, core.step:
@@ -87,20 +88,28 @@ class Recover:
             logger.info(
                 "found in %s: %d chunk(s) of %.3g GB; quarantined, archived or of other namespaces: %.3g GB; "
                 "limit %.3g GB",
-                self._directory, len(files), accounts.own / GIB, (accounts.total - accounts.own) / GIB,
+                self._directory, len(self._found), accounts.own / GIB, (accounts.total - accounts.own) / GIB,
                 core.state.max_cold_bytes / GIB,
             )  # fmt: skip
 
     async def read_headers(self) -> None:
         """Read what the scan has left unread, most recently used first. What a failing disk hides stays unread."""
-        loop = asyncio.get_running_loop()
-        core = self._core
-        with core.lock, core.step:
-            unread = [entry for entry in core.state.orders.cold if entry.file is UNREAD]
-        for batch in _batches(reversed(unread), _HEADERS_PER_HOP):
+        found, self._found = self._found, FoundChunks()
+        await self._read(found.names_by_use(_HEADERS_PER_HOP))
+
+    async def read_left_headers(self) -> None:
+        """Read what is unread still, in no order: a disk had failed, or a file was damaged."""
+        names = list(self._core.state.entries)  # one step of the interpreter; what changes meanwhile is looked at again
+        await self._read(_batches(names, _HEADERS_PER_HOP))
+
+    async def _read(self, batches: Iterable[list[bytes]]) -> None:
+        loop, core = asyncio.get_running_loop(), self._core
+        for names in batches:
             if not core.disk.health.readable:
                 return
-            await loop.run_in_executor(self._executor, self._read_batch, batch)
+            entries = [entry for entry in map(core.state.entries.get, names) if entry is not None and _is_unread(entry)]
+            if entries:
+                await loop.run_in_executor(self._executor, self._read_batch, entries)
 
     async def trim(self) -> None:
         """Bring what was found under the limit, which may be lower than it was."""
@@ -124,15 +133,16 @@ class Recover:
                 _remove(file.path)
         return fan_out_folders(self._directory)
 
-    def _scan_own(self, folders: Iterable[str]) -> list[FoundFile]:
-        """The chunks of this namespace; what a crash has left beside them goes."""
-        files = []
+    def _scan_own(self, folders: Iterable[str]) -> FoundChunks:
+        """The chunks of this namespace, in order; what a crash has left beside them goes."""
+        found = FoundChunks()
         for file in itertools.chain.from_iterable(map(scan_folder, folders)):
             if file.name:
-                files.append(file)
+                found.add(file)
             else:
                 _remove(file.path)
-        return files
+        found.sort()
+        return found
 
     def _scan_archive(self) -> None:
         """The archive and the quarantine of this namespace."""
@@ -170,6 +180,11 @@ class Recover:
 
     def _trim_batch(self) -> bool:
         return all(self._room.trim() for _ in range(_TRIMMED_PER_HOP))
+
+
+def _is_unread(entry: ChunkEntry) -> bool:
+    """Whether its header is to be read, and it is in the cold order: no rows of it wait to be written."""
+    return entry.file is UNREAD and entry.older is not None
 
 
 def _remove(path: str) -> None:
