@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -52,24 +51,6 @@ _MAX_LAYER_IDX = 2**63
 #: Of prompts as short as this their token ids are kept as they were given: comparing them is all that a small call of
 #: the same prompt does with them.
 _FEW_CHUNKS = 64
-
-
-def _never_the_engines_trouble(fallback: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Turn a bug of ours into a miss, once the arguments have been checked."""
-
-    def decorate(method: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(method)
-        def guarded(self: TieredHiddenStateStore, *args: Any, **kwargs: Any) -> T:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                logger.exception("hidden states: %s failed; the caller sees a miss", method.__name__)
-                self.tiers.metrics.add("errors_internal")
-                return cast("T", fallback())
-
-        return guarded
-
-    return decorate
 
 
 class _HashedPrompt(NamedTuple):
@@ -293,7 +274,11 @@ class TieredHiddenStateStore:
         request_configs: dict[str, Any] | None = None,
     ) -> None:
         """Bring what is on disk of a prompt into RAM, in the background; None: all layers. Returns at once."""
-        self._prefetch(token_ids, token_bytes(token_ids), layer_idxs, request_configs)
+        ids = token_bytes(token_ids)
+        try:
+            self.tiers.prefetch(self.refs(token_ids, ids, request_configs), layer_idxs)
+        except Exception as error:  # noqa: BLE001 - it is logged and counted
+            self._failed("a prefetch", error, None)
 
     def flush(self, timeout: float) -> int:
         """Write everything that is dirty, waiting ``timeout`` seconds at most. Returns how many chunks still are."""
@@ -345,7 +330,6 @@ class TieredHiddenStateStore:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    @_never_the_engines_trouble(lambda: 0)
     def _store(
         self,
         token_ids: TokenIds,
@@ -354,13 +338,14 @@ class TieredHiddenStateStore:
         token_offset: int,
         request_configs: dict[str, Any] | None,
     ) -> int:
-        refs = self.refs(token_ids, ids, request_configs)
-        stored = self.tiers.store_checked(refs, ids, rows, token_offset)
+        try:
+            stored = self.tiers.store_checked(self.refs(token_ids, ids, request_configs), ids, rows, token_offset)
+        except Exception as error:  # noqa: BLE001 - it is logged and counted
+            return self._failed("a store", error, 0)
         # A consumer takes less than its chunks for "pool full" and stores all of them again at every step, so chunks
         # that were here before count as well, unless ``store_count`` says otherwise.
         return stored.new if self.tiers.config.store_count == "new" else stored.held
 
-    @_never_the_engines_trouble(dict)
     def _retrieve(
         self,
         token_ids: TokenIds,
@@ -369,17 +354,16 @@ class TieredHiddenStateStore:
         dtype: torch.dtype | None,
         request_configs: dict[str, Any] | None,
     ) -> dict[int, torch.Tensor]:
-        return self.tiers.retrieve(self.refs(token_ids, ids, request_configs), layer_idxs, dtype)
+        try:
+            return self.tiers.retrieve(self.refs(token_ids, ids, request_configs), layer_idxs, dtype)
+        except Exception as error:  # noqa: BLE001 - it is logged and counted
+            return self._failed("a retrieve", error, {})
 
-    @_never_the_engines_trouble(lambda: None)
-    def _prefetch(
-        self,
-        token_ids: TokenIds,
-        ids: bytes,
-        layer_idxs: Sequence[int] | None,
-        request_configs: dict[str, Any] | None,
-    ) -> None:
-        self.tiers.prefetch(self.refs(token_ids, ids, request_configs), layer_idxs)
+    def _failed(self, what: str, error: Exception, miss: T) -> T:
+        """A bug of ours, once the arguments have been checked, is not the engine's trouble: turn it into a miss."""
+        logger.error("hidden states: %s failed; the caller sees a miss", what, exc_info=error)
+        self.tiers.metrics.add("errors_internal")
+        return miss
 
     def refs(self, token_ids: TokenIds, ids: bytes, request_configs: dict[str, Any] | None) -> list[ChunkRef]:
         """The chunks of a prompt, whose token ids are ``ids`` as bytes, under LMCache's keys.

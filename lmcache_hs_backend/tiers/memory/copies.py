@@ -168,8 +168,12 @@ def copy_all(piece: Sequence[CopyPair]) -> None:
 def work_alone() -> None:
     """Have the calling thread form no teams, where torch's OpenMP runtime can be found. Nothing else changes."""
     torch.get_num_threads()  # torch sets the team's size on a thread's first use; after that it stays as we want it
+    _form_teams_of(1)
+
+
+def _form_teams_of(threads: int) -> None:
     for runtime in _runtimes():
-        runtime.omp_set_num_threads(1)
+        runtime.omp_set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -180,8 +184,7 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        for runtime in _runtimes():
-            runtime.omp_set_num_threads(threads)
+        _form_teams_of(threads)
 
 
 def copy_without_team(pairs: Sequence[CopyPair]) -> None:
@@ -189,9 +192,13 @@ def copy_without_team(pairs: Sequence[CopyPair]) -> None:
     if not _runtimes():
         copy_all(pairs)
         return
-    with alone():
+    threads = torch.get_num_threads()
+    try:  # as in ``alone``, but every small call comes by here, and a generator is a detour
+        work_alone()
         for target, source in pairs:
             target.copy_(source)
+    finally:
+        _form_teams_of(threads)
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
