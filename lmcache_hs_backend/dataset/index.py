@@ -20,7 +20,7 @@ from lmcache_hs_backend.format.chunk_forest import FIRST, MISSING
 from lmcache_hs_backend.format.header import BadChunk, FileLayout, Header
 from lmcache_hs_backend.format.layout import ARCHIVE, SEQUENCES, chunk_path
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
-from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath
+from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath, ReadHeaders
 from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions, is_url
 
 _IDS_BYTES = 1 << 30
@@ -86,6 +86,7 @@ class ChunkIndex:
         *,
         chunk_size: int | None = None,
         urls: UrlOptions | None = None,
+        known: ReadHeaders | None = None,
     ) -> None:
         """Read every header.
 
@@ -96,6 +97,7 @@ class ChunkIndex:
             looked_at: Called with 1 for every chunk, for a progress bar.
             chunk_size: Which chunks, where there are several sizes, which would give every sequence once for each.
             urls: How URLs among the cold paths are read.
+            known: Headers of objects from an earlier reading, which are not read again; takes in those of this one.
 
         Raises:
             DatasetError: A path is no cold path, the rows of several models or chunks of several sizes would be
@@ -116,13 +118,18 @@ class ChunkIndex:
         self._spaces: dict[tuple[Any, ...], int] = {}
         self._captures: dict[str, str] = {}
         try:
-            self.chunks = self._link(self._look_through(cold_paths, model, looked_at, chunk_size))
+            self.chunks = self._link(self._look_through(cold_paths, model, looked_at, chunk_size, known))
         except BaseException:
             self.close()
             raise
 
     def _look_through(
-        self, cold_paths: Sequence[str], model: str | None, looked_at: Callable[[int], None], chunk_size: int | None
+        self,
+        cold_paths: Sequence[str],
+        model: str | None,
+        looked_at: Callable[[int], None],
+        chunk_size: int | None,
+        known_headers: ReadHeaders | None,
     ) -> dict[tuple[int, bytes, int], _Found]:
         """Read every header. Raises DatasetError."""
         found: dict[tuple[int, bytes, int], _Found] = {}
@@ -140,7 +147,7 @@ class ChunkIndex:
             if where in seen:
                 continue
             seen.add(where)
-            for info in self._chunks_of(reader):
+            for info in self._chunks_of(reader, known_headers):
                 label = model_label(info.namespace.record)
                 known.add(label)
                 if model is not None and not _chosen(model, label):
@@ -259,9 +266,9 @@ class ChunkIndex:
 
     # -- building --------------------------------------------------------------------------------------
 
-    def _chunks_of(self, reader: ColdTierReader) -> Iterator[ChunkInfo]:
+    def _chunks_of(self, reader: ColdTierReader, known: ReadHeaders | None) -> Iterator[ChunkInfo]:
         try:
-            yield from reader.chunks()
+            yield from reader.chunks(known)
         except OSError as error:
             raise DatasetError(f"{reader.cold_path} cannot be listed to its end: {error.strerror}") from None
 
@@ -287,7 +294,8 @@ class ChunkIndex:
         space = tuple(sorted((k, v) for k, v in record.items() if k not in ("worker_id", "world_size")))
         number = self._spaces.setdefault(space, len(self._spaces))
         layout = self._layouts.setdefault(header.layout, header.layout)
-        if is_url(info.file.path) and self._ids_room > 0 and (meta.prefix, meta.num_tokens) not in self._ids:
+        wanted = is_url(info.file.path) and header.token_ids and self._ids_room > 0
+        if wanted and (meta.prefix, meta.num_tokens) not in self._ids:
             self._ids[meta.prefix, meta.num_tokens] = header.token_ids
             self._ids_room -= len(header.token_ids)
         chunk.files.append(ChunkFile(info.namespace.root(info.state), info.file.name, layout))

@@ -22,6 +22,7 @@ from lmcache_hs_backend.dataset.index import ChunkIndex
 from lmcache_hs_backend.dataset.masks import LossMask
 from lmcache_hs_backend.dataset.prepared import MASK_COLUMNS, Prepared, ids_of, open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
+from lmcache_hs_backend.format.reader import ReadHeaders
 from lmcache_hs_backend.format.url_files import UrlOptions
 
 DATASET = "dataset:"
@@ -136,10 +137,20 @@ class Plan:
         return sum(self.index.chunks[position].num_tokens for position in seen)
 
 
-def make_plan(choice: Choice, looked_at: Callable[[int], None] = lambda count: None) -> Plan:
-    """Find the samples. Raises DatasetError for anything that makes the choice impossible."""
+def make_plan(
+    choice: Choice, looked_at: Callable[[int], None] = lambda count: None, known: ReadHeaders | None = None
+) -> Plan:
+    """Find the samples. Raises DatasetError for anything that makes the choice impossible.
+
+    Args:
+        choice: What the user chose.
+        looked_at: Called with 1 for every chunk, for a progress bar.
+        known: Headers of objects from an earlier plan; see ``ChunkIndex``.
+    """
     masks, prepared = _masks(choice)
-    index = ChunkIndex(choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size, urls=choice.urls)
+    index = ChunkIndex(
+        choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size, urls=choice.urls, known=known
+    )
     try:
         return _find_samples(choice, masks, prepared, index)
     except BaseException:

@@ -21,7 +21,16 @@ from lmcache_hs_backend.format.namespace import NamespaceDirectory, NamespaceRec
 from lmcache_hs_backend.format.shared_names import is_name_of
 from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions, is_url
 
-__all__ = ["STATES", "ChunkInfo", "ColdTierReader", "NotAColdPath", "Place", "read_files", "read_place"]
+__all__ = [
+    "STATES",
+    "ChunkInfo",
+    "ColdTierReader",
+    "NotAColdPath",
+    "Place",
+    "ReadHeaders",
+    "read_files",
+    "read_place",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +73,50 @@ class Place(NamedTuple):
     file: ChunkPath
 
 
+class ReadHeaders:
+    """Headers of objects from an earlier reading, by which objects that are still the same are not fetched again.
+
+    They are kept without checksums. Files are not kept: to read them again costs little. In another process it is
+    empty, as it may be large.
+    """
+
+    def __init__(self, before: ReadHeaders | None = None, ids_bytes: int = 1 << 30) -> None:
+        """What this reading does not meet is forgotten at its ``end``.
+
+        Args:
+            before: Those of the reading before.
+            ids_bytes: Token ids are kept as well, up to so many bytes.
+        """
+        self._before = {} if before is None else before._kept
+        self._kept: dict[str, tuple[int, int, ChunkInfo]] = {}
+        self._ids_room = ids_bytes
+
+    def __reduce__(self) -> tuple[type[ReadHeaders], tuple[()]]:
+        return ReadHeaders, ()
+
+    def find(self, file: ChunkPath) -> ChunkInfo | None:
+        """What was read of an object that has the same size and time in the listing."""
+        size, mtime_ns, info = self._before.get(file.path, (-1, 0, None))
+        if info is None or (size, mtime_ns) != (file.size, file.mtime_ns):
+            return None
+        self.keep(file, info)
+        return info
+
+    def keep(self, file: ChunkPath, info: ChunkInfo) -> None:
+        """Remember what was read of an object, if it is a chunk."""
+        if file.size < 0 or info.header is None:
+            return
+        token_ids = info.header.token_ids if len(info.header.token_ids) <= self._ids_room else b""
+        self._ids_room -= len(token_ids)
+        header = info.header._replace(token_ids=token_ids, checksums={}, digests=b"")
+        self._kept[file.path] = file.size, file.mtime_ns, info._replace(header=header)
+
+    def end(self, *, whole: bool) -> None:
+        """The reading has ended. What it has not met is forgotten, unless it has broken off."""
+        self._kept = self._kept if whole else {**self._before, **self._kept}
+        self._before = {}
+
+
 class ColdTierReader:
     """The chunks of a cold path or URL, namespace by namespace. Takes no lock, imports no torch, changes nothing.
 
@@ -103,8 +156,10 @@ class ColdTierReader:
         if not self.namespaces:
             raise NotAColdPath(self._why_not(cold_path))
 
-    def chunks(self) -> Iterator[ChunkInfo]:
+    def chunks(self, known: ReadHeaders | None = None) -> Iterator[ChunkInfo]:
         """Every chunk, archived ones included, in the order of the directories, with token ids. Streams.
+
+        ``known``: objects in there are not read again, and may come without token ids; others are added.
 
         A directory that cannot be listed is passed over, with a warning in the log. Raises OSError when a bucket breaks
         off its listing.
@@ -113,7 +168,7 @@ class ColdTierReader:
             for state in STATES:
                 try:
                     for folder in self.source.folders(namespace, state):
-                        yield from read_files(self.files, folder, self.source.chunks(folder))
+                        yield from read_files(self.files, folder, self.source.chunks(folder), known=known)
                 except OSError as error:
                     if not self.source.is_local:
                         raise
@@ -148,29 +203,46 @@ def read_place(files: FileLayer, place: Place) -> ChunkInfo:
 
 
 def read_files(
-    layer: FileLayer, folder: Folder, files: Iterable[ChunkPath], *, brief: bool = False
+    layer: FileLayer,
+    folder: Folder,
+    files: Iterable[ChunkPath],
+    *,
+    brief: bool = False,
+    known: ReadHeaders | None = None,
 ) -> Iterator[ChunkInfo]:
     """The chunks in some files of a folder, in order, while what comes next is already being read.
 
-    ``brief``: without token ids and digests; the token ids have been checked all the same.
+    Args:
+        layer: Opens the files.
+        folder: Where they are.
+        files: Their names.
+        brief: Without token ids and digests; the token ids have been checked all the same.
+        known: See ``ColdTierReader.chunks``.
     """
-    waiting: deque[tuple[Place, _Opened | None]] = deque()
+    waiting: deque[tuple[Place, _Opened | ChunkInfo | None]] = deque()
     layout: FileLayout | None = None
     try:
         todo = iter(files)
         while True:
             while len(waiting) <= _AHEAD and (file := next(todo, None)) is not None:
-                waiting.append(_begin(layer, Place(folder.namespace, folder.state, file)))
+                place = Place(folder.namespace, folder.state, file)
+                seen = None if known is None else known.find(file)
+                waiting.append(_begin(layer, place) if seen is None else (place, seen))
             if not waiting:
                 return
             place, opened = waiting.popleft()
+            if isinstance(opened, ChunkInfo):
+                yield opened
+                continue
             info = _read(layer, place, _open(layer, place) if opened is None else opened, layout, brief=brief)
             if info.header is not None:
                 layout = info.header.layout
+            if known is not None:
+                known.keep(place.file, info)
             yield info
     finally:  # the caller may have seen enough
         for _, opened in waiting:
-            if isinstance(opened, tuple):
+            if isinstance(opened, tuple) and not isinstance(opened, ChunkInfo):
                 layer.close(opened[0])
 
 

@@ -8,12 +8,10 @@ looked for in the cold paths by their token ids, and assembled when the trainer 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import glob
 import logging
+import math
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,12 @@ from lmcache_hs_backend.cli.arguments import shared_options
 from lmcache_hs_backend.dataset.chains import Sample
 from lmcache_hs_backend.dataset.errors import DatasetError, NothingThere, RowRejected, Unreachable
 from lmcache_hs_backend.dataset.index import ChunkIndex
+from lmcache_hs_backend.dataset.news import FOLLOW_SEC, News
 from lmcache_hs_backend.dataset.plan import DATASET, Choice, make_plan, plan_norm
 from lmcache_hs_backend.dataset.prepared import open_prepared
 from lmcache_hs_backend.dataset.rows import RowReader
-from lmcache_hs_backend.format.layout import SEQUENCES
-from lmcache_hs_backend.format.request_log import SUFFIX, RequestRecord
-from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, is_url, url_options
+from lmcache_hs_backend.format.reader import ReadHeaders
+from lmcache_hs_backend.format.url_files import DEFAULT_CACHE_GB, url_options
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +40,26 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     """Samples of a prepared dataset by row number. Picklable, for DataLoader workers that are spawned.
 
     Rows that come while the trainer runs are found: a row that is not there is looked for again as soon as there is a
-    request record of its tokens that is younger than the last look. So with ``--on-missing generate`` against a server
-    with our connector, each row is generated once, whichever worker asks for it in the next epoch.
+    request record of its tokens that is younger than the last look, or, in a shared tier, when a listing has shown
+    another object since (see ``dataset.news``). So with ``--on-missing generate`` against a server with our connector,
+    each row is generated once, whichever worker asks for it in the next epoch.
     """
 
-    def __init__(self, choice: Choice, final_norm: str | None = None, *, may_be_empty: bool = False) -> None:
+    def __init__(
+        self,
+        choice: Choice,
+        final_norm: str | None = None,
+        *,
+        may_be_empty: bool = False,
+        follow_sec: float = FOLLOW_SEC,
+    ) -> None:
         """Find the rows of the dataset in the chunks.
 
         Args:
             choice: Which rows of which cold paths; ``sequences`` names the dataset.
             final_norm: A model directory to check against: rows that are already normed are refused.
             may_be_empty: Whether the cold paths may have no row of the dataset, or not be there, as rows will come.
+            follow_sec: Seconds between two listings of a shared tier for new rows, at least; 0: none is made.
 
         Raises:
             DatasetError: The dataset or the cold paths cannot be used.
@@ -62,7 +69,8 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._index: ChunkIndex | None = None
         self._reader: RowReader | None = None
         self._samples: dict[int, Sample] = {}
-        self._news = _NewRequests(choice.cold_paths)
+        self._news = News(choice.cold_paths, choice.urls, follow_sec)
+        self._headers = ReadHeaders()
         self._rows = open_prepared(choice.sequences[len(DATASET) :])
         self.looks = 0  # how often the cold paths were looked through
         try:
@@ -73,18 +81,23 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             logger.info("%s; rows are looked for again when they come", error)
 
     def _look(self) -> None:
-        """Look through the cold paths. Raises DatasetError."""
+        """Look through the cold paths. Raises DatasetError, and what was known before is still known then."""
         self.looks += 1
-        self._news.read()
-        self._news.prefixes.clear()  # before the look: what comes meanwhile is news to the next one
-        plan = make_plan(self._choice)
-        self.close()  # that of the last look
-        self._index = plan.index
+        headers, whole = ReadHeaders(self._headers), False
         try:
-            self._reader = plan_norm(plan, False, self._final_norm).reader
-        except BaseException:
-            self.close()
-            raise
+            with self._news.look():
+                plan = make_plan(self._choice, known=headers)
+                try:
+                    reader = plan_norm(plan, False, self._final_norm).reader
+                except BaseException:
+                    plan.close()
+                    raise
+            whole = True
+        finally:
+            headers.end(whole=whole)
+            self._headers = headers
+        self.close()  # what the last look has opened
+        self._index, self._reader = plan.index, reader
         for warning in plan.warnings:
             logger.warning("%s", warning)
         lengths = {row: tokens for row, tokens, _ in plan.report.coverage}
@@ -99,19 +112,21 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             self._index.close()
 
     def _look_again(self, file_idx: int) -> Sample | None:
-        """The sample of a row that was not there at the last look, if a request of just its tokens has ended since."""
+        """The sample of a row that was not there at the last look, if it may have come since and has."""
         if file_idx >= len(self._rows):
             return None
         try:
             ids = token_bytes(self._rows.row(file_idx)[0])
         except RowRejected:
             return None
-        self._news.read()
-        if xxhash.xxh3_128_digest(ids) not in self._news.prefixes:
+        if not self._news.of(xxhash.xxh3_128_digest(ids)):
             return None
         try:
             self._look()
         except NothingThere:  # it was evicted again
+            return None
+        except DatasetError as error:  # a bucket that does not answer is no reason to end a training
+            logger.warning("new rows could not be looked for: %s", error)
             return None
         return self._samples.get(file_idx)
 
@@ -141,32 +156,6 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         Path(handle).unlink()
 
 
-class _NewRequests:
-    """The prefix digests of requests that ended since ``prefixes`` was last emptied, from the ends of their logs."""
-
-    def __init__(self, cold_paths: Sequence[str]) -> None:
-        self.prefixes: set[bytes] = set()
-        self._cold_paths = [os.path.expanduser(path) for path in cold_paths if not is_url(path)]  # they have no logs
-        self._read_to: dict[str, int] = {}
-
-    def read(self) -> None:
-        """Read on where the last call ended. A line that is being written is left for the next call."""
-        for cold_path in self._cold_paths:
-            for path in glob.glob(os.path.join(glob.escape(cold_path), "*", SEQUENCES, f"*{SUFFIX}")):
-                begin = self._read_to.get(path, 0)
-                with contextlib.suppress(OSError), open(path, "rb") as file:
-                    if os.fstat(file.fileno()).st_size <= begin:
-                        continue
-                    file.seek(begin)
-                    for line in file:
-                        if not line.endswith(b"\n"):
-                            break
-                        begin += len(line)
-                        with contextlib.suppress(ValueError):
-                            self.prefixes.add(RequestRecord.parse(line).prefix)
-                self._read_to[path] = begin
-
-
 @HiddenStatesBackend.register(NAME)
 class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
     """The backend's options, as speculators shows them. It passes on neither lists nor repeated options."""
@@ -181,6 +170,11 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
         parser.add_argument(
             "--hs-shared-options", type=str, default=None, help="options of URLs: a JSON table, or a file with one"
         )
+        parser.add_argument(
+            "--hs-follow-sec", type=float, default=FOLLOW_SEC,
+            help="seconds between two listings of a URL, at least, by which rows are found that come while the trainer "
+            f"runs (default: {FOLLOW_SEC:g}; 0: none)",
+        )  # fmt: skip
         parser.add_argument("--hs-model", type=str, default=None, help="which rows, where there are several models")
         parser.add_argument(
             "--hs-layers", type=str, default=None, help="storage slots of the auxiliary layers: 2,15,27"
@@ -203,6 +197,8 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
             layers = None if args.hs_layers is None else tuple(int(slot) for slot in args.hs_layers.split(",") if slot)
         except ValueError:
             raise SystemExit(f"--hs-layers is {args.hs_layers!r}, but must be slots such as 2,15,27") from None
+        if not 0 <= args.hs_follow_sec < math.inf:
+            raise SystemExit(f"--hs-follow-sec is {args.hs_follow_sec}, but must be a number of seconds, at least 0")
         try:
             options = shared_options(args.hs_shared_options) if args.hs_shared_options else None
         except argparse.ArgumentTypeError as error:
@@ -216,7 +212,9 @@ class TieredBackend(HiddenStatesBackend):  # type: ignore[misc]
             sequences=f"{DATASET}{data_path}",
         )
         try:
-            return TieredTransfer(choice, args.hs_final_norm, may_be_empty=_generates(args))
+            return TieredTransfer(
+                choice, args.hs_final_norm, may_be_empty=_generates(args), follow_sec=args.hs_follow_sec
+            )
         except DatasetError as error:
             raise SystemExit(str(error)) from None
 
