@@ -227,6 +227,14 @@ class ObjectSource:
         return url[len(self.address) + 1 :]
 
 
+def address_of(where: str) -> str:
+    """What the source that a path or URL names is called, whether it can be read or not: its ``address``."""
+    scheme, separator, path = where.partition("://")
+    if separator and scheme != "file":
+        return where.rstrip("/")
+    return os.path.abspath(os.path.expanduser(os.path.join(path, VERSION_FOLDER) if separator else where))
+
+
 def source_of(where: str, files: FileLayer) -> DirectorySource | ObjectSource:
     """The source that a path or URL names. Raises NotAColdPath for a URL that cannot be used.
 

@@ -1,85 +1,31 @@
-"""The options that say which cold path, and which chunks of it; shared by the sub-commands."""
+"""The options that say which chunks; shared by the sub-commands."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
 import os
-import sys
 from array import array
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import xxhash
 
 from lmcache_hs_backend.chunk import TOKEN_BYTES
-from lmcache_hs_backend.cli.arguments import add_shared_options, at_least, moment, not_empty
-from lmcache_hs_backend.cli.console import CommandError, printable
-from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ReadableChunk
-from lmcache_hs_backend.config import ConfigError, TieredConfig, default_cold_path
-from lmcache_hs_backend.format.chunk_sources import NotAColdPath
+from lmcache_hs_backend.cli.arguments import at_least, moment, not_empty
+from lmcache_hs_backend.cli.console import CommandError
+from lmcache_hs_backend.cli.inspect.stream import ChunkStreams, ReadableChunk
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import STATES, ColdTierReader
 
 ChunkTest = Callable[[ReadableChunk], bool]
 
 
-def add_path_arguments(parser: argparse.ArgumentParser) -> None:
-    """``[COLD_PATH | --config FILE]``, and the options of a URL."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "cold_path",
-        metavar="COLD_PATH",
-        nargs="?",
-        help="directory of the cold tier (default: that of --config, else of $LMCACHE_CONFIG_FILE, else the usual "
-        "one), or the URL of a shared tier, as in shared_url",
-    )
-    which.add_argument("--config", metavar="FILE", help="LMCache's YAML file, for its cold_path and its limit")
-    add_shared_options(parser)
-
-
-class OpenedColdPath(NamedTuple):
-    """A cold path, and the settings by which it was found, if it was."""
-
-    reader: ColdTierReader
-    config: TieredConfig | None
-
-
-def open_path(args: argparse.Namespace, *, notes: bool = True) -> OpenedColdPath:
-    """The cold path that the arguments name, to be closed with the command (``args.at_end``). Raises CommandError.
-
-    ``notes``: say on standard error which directories are left out that look like namespaces.
-    """
-    config = None
-    path = args.cold_path
-    if path is None and (args.config or os.environ.get("LMCACHE_CONFIG_FILE")):
-        from lmcache_hs_backend.cli.config.verdict import cold_path_of
-        from lmcache_hs_backend.integrations.lmcache.lmcache_settings import LoadError
-
-        try:
-            config = cold_path_of(args.config)
-        except (LoadError, ConfigError) as error:
-            raise CommandError(str(error)) from None
-        path = config.cold_path
-    try:
-        reader = ColdTierReader(path or default_cold_path(), shared_options=args.shared_options)
-        args.at_end.callback(reader.close)
-        opened = OpenedColdPath(reader, config)
-    except (NotAColdPath, ConfigError) as error:
-        default = "" if path else " (the default; name a directory, or a configuration with --config)"
-        raise CommandError(f"{error}{default}") from None
-    if notes and not args.quiet:
-        for left_out in opened.reader.left_out:
-            why = left_out.why
-            if sys.stderr.isatty():  # narrow, perhaps
-                why = why.replace(opened.reader.cold_path + "/", "")
-            print(f"note: left out: {printable(why)}", file=sys.stderr)
-    return opened
-
-
-def namespaces_of(opened: OpenedColdPath, prefix: str | None, option: str = "--namespace") -> list[NamespaceDirectory]:
+def namespaces_of(
+    readers: Sequence[ColdTierReader], prefix: str | None, option: str = "--namespace"
+) -> list[NamespaceDirectory]:
     """Those that begin as an option says, all without one. Raises CommandError when it is none."""
-    every = opened.reader.namespaces
+    every = [namespace for reader in readers for namespace in reader.namespaces]
     found = [namespace for namespace in every if namespace.label.startswith(prefix or "")]
     if not found:
         raise CommandError(
@@ -113,7 +59,7 @@ def add_filter_arguments(parser: argparse.ArgumentParser, states: tuple[str, ...
     group.add_argument("--tokenizer", metavar="DIR", help="directory with a tokenizer.json")
 
 
-def choose(opened: OpenedColdPath, args: argparse.Namespace) -> tuple[ChunkStream, ChunkTest]:
+def choose(readers: Sequence[ColdTierReader], args: argparse.Namespace) -> tuple[ChunkStreams, ChunkTest]:
     """What the options choose: the chunks to look at, and the test they must pass. Raises CommandError."""
     tests: list[ChunkTest] = []
     if args.model is not None:
@@ -130,8 +76,8 @@ def choose(opened: OpenedColdPath, args: argparse.Namespace) -> tuple[ChunkStrea
     if args.prefix_of is not None:
         tests.append(_by_prefix(_token_ids(args.prefix_of, args.tokenizer)))
     states = (args.state,) if args.state else STATES
-    stream = ChunkStream(opened.reader, namespaces_of(opened, args.namespace), states)
-    return stream, lambda chunk: all(test(chunk) for test in tests)
+    streams = ChunkStreams(readers, namespaces_of(readers, args.namespace), states)
+    return streams, lambda chunk: all(test(chunk) for test in tests)
 
 
 def _by_model(pattern: str) -> ChunkTest:

@@ -1,4 +1,4 @@
-"""The chunks of a cold path, one after the other, as all sub-commands go through them.
+"""The chunks of cold paths, one after the other, as all sub-commands go through them.
 
 Streams: names are scanned directory by directory and headers read as they are asked for, so a million chunks take no
 more memory than one, and the first comes at once. Batches of files are shared out among processes, because most of the
@@ -23,6 +23,7 @@ from lmcache_hs_backend.format.header import Header
 from lmcache_hs_backend.format.layout import ChunkPath, FoundFile
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import STATES, ChunkInfo, ColdTierReader, Place, read_files, read_place
+from lmcache_hs_backend.format.url_files import UrlFiles
 
 _FILES_AT_A_TIME = 128
 
@@ -123,15 +124,15 @@ class ChunkStream:
 
     def read(self) -> Iterator[ReadableChunk]:
         """Every chunk that can be read, in the order of the directories, without its token ids."""
-        local = self.reader.source.is_local
-        for chunk in in_processes(_read_batch, self._batches()) if local else self._read_objects():
+        forks = not isinstance(self.reader.files, UrlFiles)  # it may have threads, and a client that survives no fork
+        for chunk in in_processes(_read_batch, self._batches()) if forks else self._read_here():
             if isinstance(chunk, ReadableChunk):
                 yield chunk
             else:
                 self.skipped[chunk] += 1
 
-    def _read_objects(self) -> Iterator[ReadableChunk | str]:
-        """In this process, which waits for the network more than it computes; the requests run side by side."""
+    def _read_here(self) -> Iterator[ReadableChunk | str]:
+        """In this process, which waits for the network more than it computes; requests for objects run side by side."""
         for folder, files in self._listed():
             yield from map(_readable, read_files(self.reader.files, folder, files, brief=True))
 
@@ -171,6 +172,45 @@ class ChunkStream:
     def _refuse(self, namespace: NamespaceDirectory, path: str, error: OSError) -> None:
         self.refused.append((namespace, path, str(error.strerror)))
         self.skipped["unreadable"] += 1
+
+
+class ChunkStreams:
+    """The chunks of one or several cold paths, one cold path after the other.
+
+    Attributes:
+        namespaces: Those that are gone through.
+        each: A stream for each cold path that has any of them.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[ColdTierReader],
+        namespaces: Sequence[NamespaceDirectory],
+        states: Sequence[str] = STATES,
+    ) -> None:
+        self.namespaces = namespaces
+        self.each: list[ChunkStream] = []
+        for reader in readers:
+            its_own = {namespace.directory for namespace in reader.namespaces}
+            if its := [namespace for namespace in namespaces if namespace.directory in its_own]:
+                self.each.append(ChunkStream(reader, its, states))
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How much could not be read, by reason."""
+        return sum((stream.skipped for stream in self.each), Counter())
+
+    def skipped_in(self, source: str) -> Counter[str]:
+        """How much of one cold path could not be read, by reason."""
+        return sum((stream.skipped for stream in self.each if stream.reader.cold_path == source), Counter())
+
+    def places(self) -> Iterator[Place]:
+        """Where there are chunk files, by their names alone."""
+        return itertools.chain.from_iterable(stream.places() for stream in self.each)
+
+    def read(self) -> Iterator[ReadableChunk]:
+        """Every chunk that can be read, without its token ids."""
+        return itertools.chain.from_iterable(stream.read() for stream in self.each)
 
 
 _FILES = FileLayer()

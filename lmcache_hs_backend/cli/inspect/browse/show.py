@@ -10,13 +10,8 @@ from typing import Any
 from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, bytes_text, printable
 from lmcache_hs_backend.cli.inspect.nodes import NamespaceForest, grow
-from lmcache_hs_backend.cli.inspect.selection import (
-    OpenedColdPath,
-    add_path_arguments,
-    load_tokenizer,
-    namespaces_of,
-    open_path,
-)
+from lmcache_hs_backend.cli.inspect.opened_paths import OpenedColdPath, add_path_arguments, open_path
+from lmcache_hs_backend.cli.inspect.selection import load_tokenizer, namespaces_of
 from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ReadableChunk, look_at
 from lmcache_hs_backend.format.layout import ChunkPath
 from lmcache_hs_backend.format.reader import Place
@@ -73,7 +68,7 @@ def _is_place(text: str) -> bool:
 def _find(opened: OpenedColdPath, args: argparse.Namespace) -> tuple[NamespaceForest, int]:
     """The one chunk that is meant. Raises CommandError when it is none, or more than one."""
     wanted = args.chunk.removesuffix(".safetensors")
-    namespaces = namespaces_of(opened, args.namespace)
+    namespaces = namespaces_of([opened.reader], args.namespace)
     found = [
         (forest, position)
         for forest in grow(ChunkStream(opened.reader, namespaces).read(), namespaces)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from lmcache_hs_backend.cli import arguments
 from lmcache_hs_backend.cli.console import Output, add_output_options
 from lmcache_hs_backend.cli.inspect.care.removal import Deletion, add_removal_arguments, remove
-from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, namespaces_of, open_path
-from lmcache_hs_backend.cli.inspect.stream import ChunkStream
+from lmcache_hs_backend.cli.inspect.opened_paths import add_path_arguments, open_paths
+from lmcache_hs_backend.cli.inspect.selection import namespaces_of
+from lmcache_hs_backend.cli.inspect.stream import ChunkStream, ChunkStreams
 from lmcache_hs_backend.format.eviction_order import FileClass, over_limit
 from lmcache_hs_backend.format.layout import QUARANTINE, FoundFile, files_in
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
@@ -27,16 +28,20 @@ What is over the limit leaves in the store's own order: quarantine, archive, the
 Below a URL (s3://, gs://, az://) it deletes objects, and their age is the time since they were written: nothing there
 knows when one was last read. Nodes that still use a deleted object count a miss.
 
+Several cold paths and URLs are each gone through as if they were named alone, and the question is asked once:
+--max-size is the limit of each, and --keep must fit a namespace of each.
+
 examples:
   lmcache-hs-inspect gc /mnt/nvme/hs --keep Qwen3-8B- --dry-run
   lmcache-hs-inspect gc /mnt/nvme/hs --expired 30d --max-size 50 --yes
   lmcache-hs-inspect gc s3://my-bucket/hs --expired 14d --max-size 2TB --dry-run
+  lmcache-hs-inspect gc /mnt/nvme/hs /data/node7/hs --expired 30d --dry-run
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``gc``."""
-    add_path_arguments(parser)
+    add_path_arguments(parser, several=True)
     parser.add_argument(
         "--keep", metavar="PREFIX", action="append", help="delete namespaces that do not begin so (repeatable)"
     )
@@ -59,18 +64,28 @@ _File = tuple[FileClass, FoundFile, NamespaceDirectory]
 
 def execute(args: argparse.Namespace) -> int:
     """Delete what the options choose by names, sizes and times; the exit status."""
-    opened = open_path(args)
-    namespaces = opened.reader.namespaces
-    for prefix in args.keep or ():
-        namespaces_of(opened, prefix, "--keep")  # a misspelt prefix must not delete everything
-    free = [namespace for namespace in namespaces if not in_use(namespace.directory)]
-    deletions: list[Deletion] = []
-    for namespace in free:
-        for stray in opened.reader.source.strays(namespace):
+    sources = open_paths(args)
+    for reader in sources.readers:
+        for prefix in args.keep or ():
+            namespaces_of([reader], prefix, "--keep")  # a misspelt prefix must not delete everything
+    free = [namespace for namespace in sources.namespaces if not in_use(namespace.directory)]
+    chunks = ChunkStreams(sources.readers, free)
+    limit = args.max_size
+    if limit is None and sources.config is not None:
+        limit = sources.config.max_cold_bytes
+    deletions = [deletion for stream in chunks.each for deletion in _in_one(stream, args, limit)]
+    busy = [each for each in sources.namespaces if each not in free]
+    with Output(args) as output:
+        return sources.status(remove(deletions, args, output, chunks, busy, sources))
+
+
+def _in_one(chunks: ChunkStream, args: argparse.Namespace, limit: int | None) -> Iterator[Deletion]:
+    """What the options choose in one cold path."""
+    for namespace in chunks.namespaces:
+        for stray in chunks.reader.source.strays(namespace):
             if stray.kind == "temporary":
-                deletions.append(Deletion(stray.path, stray.size, namespace, "left over"))
+                yield Deletion(stray.path, stray.size, namespace, "left over")
     kept: list[_File] = []
-    chunks = ChunkStream(opened.reader, free)
     for item in _files(chunks):
         kind, file, namespace = item
         why = "quarantined" if args.quarantine and kind is FileClass.QUARANTINED else ""
@@ -79,18 +94,12 @@ def execute(args: argparse.Namespace) -> int:
         elif not why and args.expired is not None and file.mtime_ns < args.expired:
             why = "expired"
         if why:
-            deletions.append(Deletion(file.path, file.size, namespace, why))
+            yield Deletion(file.path, file.size, namespace, why)
         else:
             kept.append(item)
-    limit = args.max_size
-    if limit is None and opened.config is not None:
-        limit = opened.config.max_cold_bytes
     if limit is not None:
-        deletions += [
-            Deletion(file.path, file.size, owner, "over the limit") for file, owner in over_limit(kept, limit)
-        ]
-    with Output(args) as output:
-        return remove(deletions, args, output, chunks, [each for each in namespaces if each not in free])
+        for file, owner in over_limit(kept, limit):
+            yield Deletion(file.path, file.size, owner, "over the limit")
 
 
 def _files(chunks: ChunkStream) -> Iterator[_File]:

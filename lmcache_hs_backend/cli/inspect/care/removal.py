@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from lmcache_hs_backend.cli import exit_status
 from lmcache_hs_backend.cli.console import Output, bytes_text, confirm, path_text, printable
-from lmcache_hs_backend.cli.inspect.stream import ChunkStream, skipped_text
-from lmcache_hs_backend.format.chunk_sources import ObjectSource
+from lmcache_hs_backend.cli.inspect.opened_paths import Sources, source_of
+from lmcache_hs_backend.cli.inspect.stream import ChunkStreams, skipped_text
+from lmcache_hs_backend.format.chunk_sources import ChunkSource, ObjectSource
 from lmcache_hs_backend.format.namespace import NamespaceDirectory, in_use
 
 
@@ -52,8 +53,9 @@ def remove(
     deletions: list[Deletion],
     args: argparse.Namespace,
     output: Output,
-    chunks: ChunkStream,
+    chunks: ChunkStreams,
     busy: Iterable[NamespaceDirectory] = (),
+    sources: Sources | None = None,
 ) -> int:
     """Show, ask, delete, report.
 
@@ -63,6 +65,8 @@ def remove(
         output: Where to report.
         chunks: How the files were found, for what was skipped on the way.
         busy: Namespaces in use of which nothing is among ``deletions``, and would be if they were not.
+        sources: What the files are from, where that may be several: then paths are shown whole, and what could not be
+            read is part of the report.
 
     Returns:
         The exit status, the same for a dry run: LEFT when anything was left that was to be deleted.
@@ -72,30 +76,49 @@ def remove(
     deletions = [file for file in deletions if file.namespace.directory not in held]
     nbytes = sum(file.size for file in deletions)
     outcome = DeletionOutcome()
-    outcome.left += [(label, _IN_USE) for label in sorted(each.label for each in held.values())]
+    several = sources is not None and sources.several
+    outcome.left += [
+        (name, _IN_USE) for name in sorted(each.directory if several else each.label for each in held.values())
+    ]
     if not output.json:
         for label, _ in outcome.left:
             output.show(f"in use, left alone: {printable(label)}", style="yellow")
         if args.dry_run:
-            _print_files(output, chunks.reader.cold_path, deletions)
+            _print_files(output, deletions, several=several)
     refused = False
     if deletions and not args.dry_run:
         if args.yes or confirm(f"Delete {len(deletions):,} files, {bytes_text(nbytes)}?"):
             with output.progress("deleting", len(deletions)) as advance:
-                if isinstance(chunks.reader.source, ObjectSource):
-                    _delete_objects(chunks.reader.source, deletions, outcome, advance)
-                else:
-                    _delete(deletions, outcome, advance)
+                for source, files in _by_source(deletions, chunks):
+                    if isinstance(source, ObjectSource):
+                        _delete_objects(source, files, outcome, advance)
+                    else:
+                        _delete(files, outcome, advance)
         else:
             refused = True
-    _report(deletions, nbytes, args, output, outcome, dict(chunks.skipped), refused=refused)
+    _report(deletions, nbytes, args, output, outcome, dict(chunks.skipped), sources, refused=refused)
     return exit_status.LEFT if outcome.left or refused else exit_status.DONE
 
 
-def _print_files(output: Output, cold_path: str, deletions: Iterable[Deletion]) -> None:
+def _by_source(
+    deletions: Iterable[Deletion], chunks: ChunkStreams
+) -> Iterable[tuple[ChunkSource | None, list[Deletion]]]:
+    sources = {stream.reader.cold_path: stream.reader.source for stream in chunks.each}
+    files: dict[str, list[Deletion]] = defaultdict(list)
     for file in deletions:
+        files[source_of(file.namespace)].append(file)
+    return ((sources.get(source), some) for source, some in files.items())
+
+
+def _print_files(output: Output, deletions: Iterable[Deletion], *, several: bool) -> None:
+    above = None
+    for file in deletions:
+        source = source_of(file.namespace)
+        if several and output.width is not None and source != above:  # below it, paths are relative
+            output.show(printable(source), style="bold")
+            above = source
         width = None if output.width is None else max(20, output.width - 16 - len(file.why))
-        path = printable(path_text(file.path, cold_path, width))
+        path = printable(path_text(file.path, source, width))
         output.write(f"{bytes_text(file.size):>10}  {path}  ({file.why})\n")
 
 
@@ -156,11 +179,13 @@ def _report(
     output: Output,
     outcome: DeletionOutcome,
     skipped: dict[str, int],
+    sources: Sources | None,
     *,
     refused: bool,
 ) -> None:
     if output.json:
         figures: dict[str, Any] = {
+            **(sources.head() if sources is not None and sources.several else {}),
             "dry_run": args.dry_run,
             "files": len(deletions),
             "bytes": nbytes,
@@ -178,6 +203,8 @@ def _report(
             output.show(f"left: {printable(what)}: {why}", style="yellow")
     if skipped:
         output.show(skipped_text(skipped), style="yellow")
+    for text in sources.missing() if sources is not None else ():
+        output.show(text, style="yellow")
     if refused:
         output.show("nothing was deleted")
     elif args.dry_run:

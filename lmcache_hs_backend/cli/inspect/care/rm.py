@@ -7,8 +7,9 @@ import os
 
 from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, printable
 from lmcache_hs_backend.cli.inspect.care.removal import Deletion, add_removal_arguments, remove
-from lmcache_hs_backend.cli.inspect.selection import add_filter_arguments, add_path_arguments, choose, open_path
-from lmcache_hs_backend.cli.inspect.stream import ChunkStream, file_size
+from lmcache_hs_backend.cli.inspect.opened_paths import add_path_arguments, open_path
+from lmcache_hs_backend.cli.inspect.selection import add_filter_arguments, choose
+from lmcache_hs_backend.cli.inspect.stream import ChunkStreams, file_size
 
 HELP = "delete the chunks that match"
 EXAMPLE = """\
@@ -52,10 +53,10 @@ def execute(args: argparse.Namespace) -> int:
         raise CommandError("say which chunks, with --model, --before, … (see --help), or --all")
     opened = open_path(args)
     if args.all:
-        chunks = ChunkStream(opened.reader, opened.reader.namespaces)
+        chunks = ChunkStreams([opened.reader], opened.reader.namespaces)
         deletions = [Deletion(place.file.path, file_size(place), place.namespace, "all") for place in chunks.places()]
     else:
-        chunks, test = choose(opened, args)
+        chunks, test = choose([opened.reader], args)
         deletions = [
             Deletion(chunk.file.path, chunk.file.size, chunk.namespace, "matches")
             for chunk in chunks.read()
@@ -71,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
 def _remove_named(args: argparse.Namespace) -> int:
     """Each name must be that of one chunk. Damaged files, which have no hash any more, go by the names of the files."""
     opened = open_path(args)
-    chunks = ChunkStream(opened.reader, opened.reader.namespaces)
+    chunks = ChunkStreams([opened.reader], opened.reader.namespaces)
     found: dict[str, dict[str, Deletion]] = {name.removesuffix(".safetensors"): {} for name in args.chunk}
     if "" in found:
         raise CommandError("CHUNK is empty")

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ _READERS = 4
 _REQUESTS = 16  # side by side, of objects
 _WHOLE_BYTES = 8 << 20  # an object of up to so many bytes is read by one request
 _HEADER_BYTES = 8192  # a header has seldom more
-_IDS_BYTES = 1 << 30  # of token ids from a URL, which to read again would be a request for each chunk
+IDS_BYTES = 1 << 30  # of token ids from a URL, which to read again would be a request for each chunk
 
 
 class Finding(NamedTuple):
@@ -89,15 +89,32 @@ class FilesAndBytes:
     chunks: int = 0
     bytes: int = 0
 
+    @classmethod
+    def of(cls, sizes: Iterable[int]) -> FilesAndBytes:
+        """Files of such sizes."""
+        result = cls()
+        for size in sizes:
+            result.add(size)
+        return result
+
     def add(self, size: int) -> None:
         """Count a file of so many bytes."""
         self.chunks += 1
         self.bytes += size
 
+    @classmethod
+    def sum(cls, parts: Iterable[FilesAndBytes]) -> FilesAndBytes:
+        """All of them together."""
+        result = cls()
+        for part in parts:
+            result.chunks += part.chunks
+            result.bytes += part.bytes
+        return result
+
     def minus(self, *others: FilesAndBytes) -> FilesAndBytes:
         """This without some others; at least 0, as files may appear and vanish meanwhile."""
-        chunks = self.chunks - sum(other.chunks for other in others)
-        return FilesAndBytes(max(0, chunks), max(0, self.bytes - sum(other.bytes for other in others)))
+        taken = FilesAndBytes.sum(others)
+        return FilesAndBytes(max(0, self.chunks - taken.chunks), max(0, self.bytes - taken.bytes))
 
 
 class Extent(NamedTuple):
@@ -152,7 +169,8 @@ class Verifier:
         chains_followed: Whether chains have been followed, which is what request records are looked up by, too.
     """
 
-    def __init__(self, reader: ColdTierReader, extent: Extent = _EVERYTHING) -> None:
+    def __init__(self, reader: ColdTierReader, extent: Extent = _EVERYTHING, *, ids_bytes: int = IDS_BYTES) -> None:
+        """``ids_bytes``: of token ids of objects, how many are kept rather than fetched twice."""
         self.found, self.read, self.headers, self.read_before = (
             FilesAndBytes(),
             FilesAndBytes(),
@@ -164,36 +182,40 @@ class Verifier:
         self.time_over = self.broken_off = self.chains_followed = False
         self.unjudged: list[NamespaceDirectory] = []  # in use: the missing parents may be in RAM
         self.records = {namespace.directory: RecordCheck(reader, namespace) for namespace in reader.namespaces}
-        self._reader = reader
+        self.reader = reader
         self._extent = extent
         self._sampled: set[str] | None = None
         self._refused: list[tuple[NamespaceDirectory, str, str]] = []
         self._links: dict[str, list[Link]] = defaultdict(list)  # by the directory of the namespace
-        self._ids_room = 0 if reader.source.is_local else _IDS_BYTES
+        self._ids_room = 0 if reader.source.is_local else IDS_BYTES
 
     def find(self) -> FilesAndBytes:
         """Find the chunk files, and draw the sample; what is to be read whole."""
-        chunks, to_read = self._stream(), FilesAndBytes()
-        files = self._find(chunks, to_read)
+        files = self.find_files()
         if self._extent.sample is None:
-            for _ in files:
-                pass
-        else:
-            drawn = draw(files, self._extent.sample)
-            self._sampled, to_read = set(drawn), FilesAndBytes(len(drawn), sum(drawn.values()))
-        self._refused = chunks.refused
-        return to_read
+            return FilesAndBytes.of(size for _, size in files)
+        return self.read_only(draw(files, self._extent.sample))
 
-    def _find(self, chunks: ChunkStream, to_read: FilesAndBytes) -> Iterator[tuple[str, int]]:
-        """Count all files; those that are to be read whole unless there is a sample."""
+    def find_files(self) -> Iterator[tuple[str, int]]:
+        """Find the chunk files; path and size of those that are to be read whole unless there is a sample."""
+        chunks = self._stream()
         for place in chunks.places():
             size = file_size(place)
             self.found.add(size)
             if self._was_read(place):
                 self.read_before.add(size)
             else:
-                to_read.add(size)
                 yield place.file.path, size
+        self._refused = chunks.refused
+
+    def read_only(self, drawn: Mapping[str, int]) -> FilesAndBytes:
+        """Of the files that were found, only some (path → size) are to be read whole: the sample."""
+        self._sampled = set(drawn)
+        return FilesAndBytes.of(drawn.values())
+
+    def out_of_time(self) -> None:
+        """The time is over before this pass has come to its turn: what follows is cut short."""
+        self.time_over = True
 
     @property
     def cut_short(self) -> bool:
@@ -209,19 +231,17 @@ class Verifier:
 
     def check_rest(self) -> Iterator[Finding]:
         """What is no chunk in its place: directories that cannot be used or listed, left-overs, foreign files."""
-        for directory, why in self._reader.left_out:
+        for directory, why in self.reader.left_out:
             yield Finding("namespace", directory, why, None)
         for namespace, path, why in self._refused:
             yield Finding("unreadable", path, why, namespace)
         now = time.time_ns()
-        known = {each.directory for each in self._reader.namespaces} | {
-            each.directory for each in self._reader.left_out
-        }
-        for stray in self._reader.source.strays_beside(known):
+        known = {each.directory for each in self.reader.namespaces} | {each.directory for each in self.reader.left_out}
+        for stray in self.reader.source.strays_beside(known):
             yield Finding(stray.kind, stray.path, f"{KINDS[stray.kind]}, {bytes_text(stray.size)}", None)
-        for namespace in self._reader.namespaces:
+        for namespace in self.reader.namespaces:
             busy = in_use(namespace.directory)
-            for stray in self._reader.source.strays(namespace):
+            for stray in self.reader.source.strays(namespace):
                 if stray.kind == "temporary" and busy and now - stray.mtime_ns < _IN_FLIGHT_SEC * 1e9:
                     continue
                 yield Finding(stray.kind, stray.path, KINDS[stray.kind], namespace)
@@ -249,8 +269,8 @@ class Verifier:
         yield from self._breaks(stream)
 
     def _stream(self) -> ChunkStream:
-        namespaces = sorted(self._reader.namespaces, key=lambda namespace: namespace.label)
-        return ChunkStream(self._reader, namespaces, by_name=self._extent.in_order)
+        namespaces = sorted(self.reader.namespaces, key=lambda namespace: namespace.label)
+        return ChunkStream(self.reader, namespaces, by_name=self._extent.in_order)
 
     def _was_read(self, place: Place) -> bool:
         return self._extent.after is not None and _place_of(place) <= self._extent.after
@@ -263,14 +283,14 @@ class Verifier:
     def _places(self, stream: ChunkStream, wanted: Callable[[Place], bool]) -> Iterator[Place]:
         """Those that are wanted. A bucket that breaks off its listing has not said what comes before the next part."""
         for place in stream.places():
-            if stream.refused and not self._reader.source.is_local:
+            if stream.refused and not self.reader.source.is_local:
                 return
             if wanted(place):
                 yield place
 
     def _breaks(self, stream: ChunkStream) -> Iterator[Finding]:
         """A bucket that has broken off its listing, if it had not when the files were found."""
-        if stream.refused and not self._reader.source.is_local:
+        if stream.refused and not self.reader.source.is_local:
             self.broken_off = True
             known = {path for _, path, _ in self._refused}
             for namespace, path, why in stream.refused:
@@ -278,9 +298,9 @@ class Verifier:
                     yield Finding("unreadable", path, why, namespace)
 
     def _looks(self, places: Iterator[Place], *, rows: bool) -> Iterator[tuple[Place, Looked]]:
-        readers = _READERS if self._reader.source.is_local else _REQUESTS
-        files = self._reader.files
-        brief = self._reader.source.is_local
+        readers = _READERS if self.reader.source.is_local else _REQUESTS
+        files = self.reader.files
+        brief = self.reader.source.is_local
 
         def look_at(place: Place) -> tuple[Place, Looked]:
             return place, look(files, place, rows=rows, brief=brief)
@@ -311,7 +331,7 @@ class Verifier:
 
     def check_records(self) -> Iterator[Finding]:
         """The request records. Whether their rows are here is known when the chains have been checked."""
-        for namespace in self._reader.namespaces:
+        for namespace in self.reader.namespaces:
             for path, detail in self.records[namespace.directory].read():
                 yield Finding("record", path, detail, namespace)
 
@@ -329,7 +349,7 @@ class Verifier:
             self.time_over = True
 
     def _check_chains(self, advance: Advance) -> Iterator[Finding]:
-        for namespace in self._reader.namespaces:
+        for namespace in self.reader.namespaces:
             links = self._links.pop(namespace.directory, [])
             roots = [link for link in links if not link.parent and not link.start]
             children: dict[str, list[Link]] = defaultdict(list)
@@ -355,7 +375,7 @@ class Verifier:
                 raise _TimeOver
             link, before = waiting.pop()
             try:
-                token_ids = link.token_ids or read_header(self._reader.files, link.path).token_ids
+                token_ids = link.token_ids or read_header(self.reader.files, link.path).token_ids
             except (BadChunk, OSError):  # it was good a moment ago: replaced or deleted meanwhile
                 self.skipped["vanished"] += 1
                 reached.add(id(link))

@@ -12,8 +12,9 @@ from typing import Any
 from lmcache_hs_backend.cli import arguments, exit_status
 from lmcache_hs_backend.cli.console import Output, add_output_options, bytes_text, path_text, printable
 from lmcache_hs_backend.cli.inspect.care import cursor
+from lmcache_hs_backend.cli.inspect.care.verification import Verification
 from lmcache_hs_backend.cli.inspect.care.verifier import KINDS, NOTES, Extent, Finding, Verifier, summary
-from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, open_path
+from lmcache_hs_backend.cli.inspect.opened_paths import Sources, add_path_arguments, open_paths
 
 HELP = "check every chunk file, every checksum and every chain"
 EXAMPLE = (
@@ -24,18 +25,22 @@ Changes nothing without --fix, which moves bad files to the quarantine of their 
 beside a running engine. Exit status 1 when something is wrong, and with --fix when something still is (orphans are a
 note); 3 when nothing is wrong so far, but --max-time ended the run.
 
+Several cold paths and URLs are checked in their order, each by itself: a chunk's parent must be in the same one.
+--sample is drawn from all of them, --max-time is the time for all, and a cursor keeps a place in each.
+
 examples:
   lmcache-hs-inspect verify /mnt/nvme/hs
   lmcache-hs-inspect verify /mnt/nvme/hs --fix --ignore orphan --ignore foreign
   lmcache-hs-inspect verify /mnt/nvme/hs --sample 5%
   lmcache-hs-inspect verify /mnt/nvme/hs --max-time 2h --cursor /var/lib/hs-verify.cursor    # every night
+  lmcache-hs-inspect verify /data/node1/hs /data/node2/hs s3://my-bucket/hs --sample 5%
 """
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
-    add_path_arguments(parser)
+    add_path_arguments(parser, several=True)
     parser.add_argument("--fix", action="store_true", help="move what is bad to the quarantine")
     parser.add_argument(
         "--ignore", metavar="KIND", choices=list(KINDS), action="append", default=[], help="do not report this kind"
@@ -62,40 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Check, perhaps repair, and print; the exit status."""
     started = time.monotonic()
-    opened = open_path(args, notes=False)  # they are findings
-    cold_path = opened.reader.cold_path
-    extent = Extent(
-        sample=args.sample,
-        after=cursor.load(args.cursor, cold_path) if args.cursor else None,
-        in_order=bool(args.cursor),
-        until=started + args.max_time if args.max_time else math.inf,
-    )
-    verifier = Verifier(opened.reader, extent)
+    sources = open_paths(args, notes=False)  # they are findings
+    named = [*(reader.cold_path for reader in sources.readers), *sources.not_read]
+    before = cursor.load(args.cursor, named) if args.cursor else {}
+    until = started + args.max_time if args.max_time else math.inf
+    check = Verification(sources.readers, Extent(args.sample, in_order=bool(args.cursor), until=until), before)
     with Output(args) as output:
-        to_read = verifier.find()
-        findings = list(verifier.check_rest())
-        with output.progress("reading files", to_read.bytes, in_bytes=True) as advance:
-            findings += verifier.check_rows(advance)
-        if not verifier.cut_short:
-            with output.progress("reading headers", verifier.found.chunks - to_read.chunks) as advance:
-                findings += verifier.check_headers(advance)
-        findings += verifier.check_records()
-        if not verifier.cut_short:
-            with output.progress("following chains", verifier.links) as advance:
-                findings += verifier.check_chains(advance)
-        findings = [finding for finding in findings if finding.kind not in args.ignore]
-        done = _fix(findings) if args.fix else [(finding, False, "") for finding in findings]
-        left = sum(not dealt_with for finding, dealt_with, _ in done if finding.kind not in NOTES)
+        found = [[each for each in group if each.kind not in args.ignore] for group in check.run(output)]
+        done = [_fix(group) if args.fix else [(finding, False, "") for finding in group] for group in found]
+        left = sum(map(_left, done))
         if output.json:
-            output.dump(_as_json(cold_path, verifier, done, left))
+            output.dump(_as_json(sources, check, done))
         else:
-            _print(output, cold_path, verifier, done, left, args)
+            _print(output, sources, check, done, args)
         output.flush()
     if args.cursor:
-        cursor.save(args.cursor, cold_path, verifier.place if verifier.cut_short else None)
+        goes_on = check.cut_short or sources.not_read
+        places = {**before, **{verifier.reader.cold_path: verifier.place for verifier in check.verifiers}}
+        cursor.save(args.cursor, {each: places.get(each) for each in named} if goes_on else {})
     if left:
         return exit_status.FINDING
-    return exit_status.UNFINISHED if verifier.cut_short else exit_status.DONE
+    return sources.status(exit_status.UNFINISHED if check.cut_short else exit_status.DONE)
 
 
 Done = list[tuple[Finding, bool, str]]
@@ -107,49 +99,79 @@ def _fix(findings: list[Finding]) -> Done:
     return list(repair(findings))
 
 
-def _as_json(path: str, verifier: Verifier, done: Done, left: int) -> dict[str, Any]:
+def _left(done: Done) -> int:
+    """What is wrong and has not been dealt with."""
+    return sum(not dealt_with for finding, dealt_with, _ in done if finding.kind not in NOTES)
+
+
+def _as_json(sources: Sources, check: Verification, done: list[Done]) -> dict[str, Any]:
+    problems = [
+        {
+            **({"source": verifier.reader.cold_path} if sources.several else {}),
+            "kind": finding.kind,
+            "path": finding.path,
+            "namespace": finding.namespace.label if finding.namespace else None,
+            "detail": finding.detail,
+            "fixed": dealt_with,
+            "action": action or None,
+        }
+        for verifier, group in zip(check.verifiers, done, strict=True)
+        for finding, dealt_with, action in group
+    ]
+    result = {**sources.head(), **_figures(check, [item for group in done for item in group])}
+    if sources.several:
+        result["sources"] = [
+            {"source": verifier.reader.cold_path, **_figures(verifier, group)}
+            for verifier, group in zip(check.verifiers, done, strict=True)
+        ]
+    return {**result, "problems": problems}
+
+
+def _figures(check: Verifier | Verification, done: Done) -> dict[str, Any]:
     return {
-        "cold_path": path,
-        "chunks": verifier.read.chunks,
-        "bytes": verifier.read.bytes,
-        "found": asdict(verifier.found),
-        "only_headers": asdict(verifier.headers),
-        "read_before": asdict(verifier.read_before),
-        "not_reached": asdict(verifier.not_reached),
-        "chains_followed": verifier.chains_followed,
-        "time_over": verifier.time_over,
-        "broken_off": verifier.broken_off,
-        "skipped": dict(verifier.skipped),
-        "records": sum(each.count for each in verifier.records.values()),
-        "records_gone": _gone(verifier),
-        "records_cut_short": sum(len(each.cut_short) for each in verifier.records.values()),
-        "in_use": [namespace.label for namespace in verifier.unjudged],
+        "chunks": check.read.chunks,
+        "bytes": check.read.bytes,
+        "found": asdict(check.found),
+        "only_headers": asdict(check.headers),
+        "read_before": asdict(check.read_before),
+        "not_reached": asdict(check.not_reached),
+        "chains_followed": check.chains_followed,
+        "time_over": check.time_over,
+        "broken_off": check.broken_off,
+        "skipped": dict(check.skipped),
+        "records": sum(each.count for each in check.records.values()),
+        "records_gone": _gone(check),
+        "records_cut_short": sum(len(each.cut_short) for each in check.records.values()),
+        "in_use": [namespace.label for namespace in check.unjudged],
         "counts": summary([finding for finding, _, _ in done]),
-        "left": left,
-        "problems": [
-            {
-                "kind": finding.kind,
-                "path": finding.path,
-                "namespace": finding.namespace.label if finding.namespace else None,
-                "detail": finding.detail,
-                "fixed": dealt_with,
-                "action": action or None,
-            }
-            for finding, dealt_with, action in done
-        ],
+        "left": _left(done),
     }
 
 
-def _gone(verifier: Verifier) -> int | None:
+def _gone(verifier: Verifier | Verification) -> int | None:
     """Request records whose rows are gone; None where chains have not been followed, which is how it is known."""
     return sum(each.gone for each in verifier.records.values()) if verifier.chains_followed else None
 
 
-def _print(output: Output, cold_path: str, verifier: Verifier, done: Done, left: int, args: argparse.Namespace) -> None:
+def _print(output: Output, sources: Sources, check: Verification, done: list[Done], args: argparse.Namespace) -> None:
+    """Each cold path by itself, below its name where there are several, and then a line for all of them."""
+    for verifier, group in zip(check.verifiers, done, strict=True):
+        if sources.several:
+            output.show(printable(verifier.reader.cold_path), style="bold")
+        _print_one(output, verifier, group, args)
+        _print_outcome(output, verifier, group, args)
+    if sources.several:
+        for text in sources.missing():
+            output.show(text, style="yellow")
+        _print_outcome(output, check, [item for group in done for item in group], args, "in all ")
+
+
+def _print_one(output: Output, verifier: Verifier, done: Done, args: argparse.Namespace) -> None:
+    """What was found in a cold path, what is to be known of it, and what was not checked."""
     orphans = Counter(finding.namespace.label for finding, _, _ in done if finding.kind in NOTES and finding.namespace)
     done = [item for item in done if item[0].kind not in NOTES]
     for finding, dealt_with, action in done:
-        _print_finding(output, cold_path, finding, action, style="green" if dealt_with else "red")
+        _print_finding(output, verifier.reader.cold_path, finding, action, style="green" if dealt_with else "red")
     for label, count in orphans.items():
         output.show(
             f"note: {count:,} branches in {printable(label)} have no parent on disk; they are served again when it has "
@@ -172,21 +194,29 @@ def _print(output: Output, cold_path: str, verifier: Verifier, done: Done, left:
         )
     for note in _not_checked(verifier, args):
         output.show(f"not checked: {note}", style="yellow")
-    read, found = verifier.read, verifier.found
+
+
+def _print_outcome(
+    output: Output, check: Verifier | Verification, done: Done, args: argparse.Namespace, where: str = ""
+) -> None:
+    """How much was checked, and how much of it is wrong."""
+    done = [item for item in done if item[0].kind not in NOTES]
+    left = _left(done)
+    read, found = check.read, check.found
     looked = f"{read.chunks:,} chunk files, {bytes_text(read.bytes)}"
-    part = read.chunks + sum(verifier.skipped.values()) < found.chunks
+    part = read.chunks + sum(check.skipped.values()) < found.chunks
     if part:
         looked = f"read {read.chunks:,} of {found.chunks:,} chunk files, {bytes_text(read.bytes)} of " + bytes_text(
             found.bytes
         )
-    if verifier.skipped:
-        looked += f", {sum(verifier.skipped.values())} vanished meanwhile"
+    if check.skipped:
+        looked += f", {sum(check.skipped.values())} vanished meanwhile"
     if not done:
-        output.show(f"{looked}: nothing is wrong{' in what was checked' if part else ''}", style="bold green")
+        output.show(f"{where}{looked}: nothing is wrong{' in what was checked' if part else ''}", style="bold green")
         return
     counts = ", ".join(f"{kind} {count:,}" for kind, count in summary([finding for finding, _, _ in done]).items())
     outcome = f"; {len(done) - left:,} dealt with, {left:,} left" if args.fix else ""
-    output.show(f"{looked}: {len(done):,} wrong ({counts}){outcome}", style="bold red" if left else "bold green")
+    output.show(f"{where}{looked}: {len(done):,} wrong ({counts}){outcome}", style="bold red" if left else "bold green")
 
 
 def _print_finding(output: Output, cold_path: str, finding: Finding, action: str, style: str) -> None:

@@ -18,7 +18,7 @@ from lmcache_hs_backend.cli.arguments import at_least
 from lmcache_hs_backend.cli.console import CommandError, Output, add_output_options, bytes_text, printable
 from lmcache_hs_backend.cli.inspect.figures.sampling import ChunkSample
 from lmcache_hs_backend.cli.inspect.figures.stats import collect
-from lmcache_hs_backend.cli.inspect.selection import add_path_arguments, open_path
+from lmcache_hs_backend.cli.inspect.opened_paths import add_path_arguments, open_paths
 
 if TYPE_CHECKING:
     from lmcache_hs_backend.cli.inspect.figures.charts import Spread
@@ -31,6 +31,7 @@ pip install 'lmcache-hs-backend[report]'.
 
 example:
   lmcache-hs-inspect report /mnt/nvme/hs --out report.html --sample 500
+  lmcache-hs-inspect report /data/node1/hs /data/node2/hs s3://my-bucket/hs     # one page of all, as with stats
 """
 
 #: What the page is made with → the module that is imported.
@@ -39,7 +40,7 @@ _LIBRARIES = {"Jinja2": "jinja2", "matplotlib": "matplotlib"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
-    add_path_arguments(parser)
+    add_path_arguments(parser, several=True)
     parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (default: report.html)")
     parser.add_argument(
         "--sample", metavar="N", type=at_least(0), default=200, help="chunks whose rows are read (default: 200)"
@@ -50,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Write the page, and print what is strange; the exit status."""
     _need_libraries()
-    opened = open_path(args)
+    sources = open_paths(args)
     sample = ChunkSample(args.sample)
-    figures = collect(opened, sample.watch)
+    figures = collect(sources, sample.watch)
     from lmcache_hs_backend.cli.inspect.figures.survey import Survey  # imports torch
 
-    survey = Survey(opened.reader.files, sample.chunks)
+    survey = Survey(sources.files, sample.chunks)
     _save(args.out, _page(figures, sample, survey))
     with Output(args) as output:
         if output.json:
@@ -63,12 +64,13 @@ def execute(args: argparse.Namespace) -> int:
                 {"model": layer.model, "layer": layer.layer, "what": what} for layer, what in survey.anomalies()
             ]
             layers = survey.as_json()
-            output.dump({"out": args.out, "sampled": survey.sampled, "layers": layers, "anomalies": anomalies})
+            head = sources.head() if sources.several else {}
+            output.dump({**head, "out": args.out, "sampled": survey.sampled, "layers": layers, "anomalies": anomalies})
         else:
             for layer, what in survey.anomalies():
                 output.show(f"{printable(layer.model)} layer {layer.layer}: {what}", style="red")
-            output.show(f"wrote {args.out}, with the rows of {survey.sampled:,} chunks")
-    return exit_status.DONE
+            output.listed([f"wrote {args.out}, with the rows of {survey.sampled:,} chunks", *sources.missing()])
+    return sources.status(exit_status.DONE)
 
 
 def _need_libraries() -> None:
@@ -115,7 +117,7 @@ def _page(figures: dict[str, Any], sample: ChunkSample, survey: Survey) -> str:
         lstrip_blocks=True, finalize=lambda value: printable(value) if type(value) is str else value,
     )  # fmt: skip
     return environment.get_template("report.html.jinja").render(
-        cold_path=figures["cold_path"],
+        cold_paths=figures.get("cold_paths") or [figures["cold_path"]],
         host=socket.gethostname(),
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         version=__version__,
@@ -133,6 +135,7 @@ def _page(figures: dict[str, Any], sample: ChunkSample, survey: Survey) -> str:
             (f"Norm of the rows, {model}", Markup(charts.lines(points)), names)
             for model, names, points in _norms(survey, charts.COLOURS)
         ],
+        sources=_sources(figures),
         namespaces=_namespaces(figures["namespaces"]),
         layers=_layers(figures["namespaces"]),
     )
@@ -141,8 +144,10 @@ def _page(figures: dict[str, Any], sample: ChunkSample, survey: Survey) -> str:
 def _numbers(figures: dict[str, Any]) -> dict[str, str]:
     """The figures at the top, by what they are of."""
     total = figures["total"]
+    files = {"files": f"{total['files']:,}"} if "files" in total else {}  # where a chunk may be in several places
     numbers = {
         "chunks": f"{total['chunks']:,}",
+        **files,
         "tokens": f"{total['tokens']:,}",
         "on disk": bytes_text(total["bytes"]),
         "sequences": f"{total['sequences']:,}",
@@ -163,10 +168,29 @@ def _factor(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def _sources(figures: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each of several sources, and one for all of them together."""
+    rows = [(each["source"], each, each["free_bytes"]) for each in figures.get("sources", ())]
+    if rows:
+        rows.append(("all, each chunk once", figures["total"], None))
+    return [
+        (
+            name, f"{each['chunks']:,}", f"{each['tokens']:,}", bytes_text(each["bytes"]), f"{each['sequences']:,}",
+            _factor(each["dedup_factor"]), "-" if free is None else bytes_text(free),
+        )
+        for name, each, free in rows
+    ]  # fmt: skip
+
+
+def _source(each: dict[str, Any]) -> tuple[str, ...]:
+    """The first cell of a row, where there are several sources."""
+    return (each["source"],) if "source" in each else ()
+
+
 def _namespaces(namespaces: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
-            each["namespace"], each["model"], "yes" if each["in_use"] else "no", f"{each['chunks']:,}",
+            *_source(each), each["namespace"], each["model"], "yes" if each["in_use"] else "no", f"{each['chunks']:,}",
             f"{each['tokens']:,}", bytes_text(each["bytes"]), f"{each['sequences']:,}", f"{each['sequence_tokens']:,}",
             _factor(each["dedup_factor"]),
         )
@@ -177,8 +201,8 @@ def _namespaces(namespaces: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
 def _layers(namespaces: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
-            each["namespace"], layer["dtype"], str(layer["layer"]), str(layer["hidden_dim"]), f"{layer['chunks']:,}",
-            f"{layer['tokens']:,}", bytes_text(layer["bytes"]),
+            *_source(each), each["namespace"], layer["dtype"], str(layer["layer"]), str(layer["hidden_dim"]),
+            f"{layer['chunks']:,}", f"{layer['tokens']:,}", bytes_text(layer["bytes"]),
         )
         for each in namespaces
         for layer in each["layers"]
@@ -218,7 +242,8 @@ def _norms(survey: Survey, colours: int) -> Iterator[tuple[str, list[str], list[
 def _not_seen(survey: Survey, figures: dict[str, Any]) -> list[str]:
     """What was not looked into: left out, in quarantine, foreign, not readable. With any of it no page is green."""
     total, foreign = figures["total"], figures["foreign"]
-    found = [f"left out: {why}" for why in figures["left_out"]]
+    found = [f"could not be read: {each['why']}" for each in figures.get("not_read", ())]
+    found += [f"left out: {why}" for why in figures["left_out"]]
     if total["quarantined_files"]:
         found.append(f"{total['quarantined_files']:,} files in quarantine, {bytes_text(total['quarantined_bytes'])}")
     if skipped := sum(figures["skipped"].values()):
