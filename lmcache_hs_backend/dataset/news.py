@@ -25,6 +25,10 @@ from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions
 
 logger = logging.getLogger(__name__)
 
+#: Where namespaces are below a cold path: those of further processes lie in those of the first.
+_NAMESPACES = (("*",), ("*", "p[1-9]*"))
+_LOGS = os.path.join(SEQUENCES, f"*{SUFFIX}")
+
 #: Seconds between two listings of a shared tier, at least.
 FOLLOW_SEC = 15.0
 #: Listings take at most this share of the time.
@@ -101,8 +105,8 @@ class _NewRequests:
 
     def read(self) -> None:
         """Read on where the last call ended. A line that is being written is left for the next call."""
-        for cold_path in self._cold_paths:
-            for path in glob.glob(os.path.join(glob.escape(cold_path), "*", SEQUENCES, f"*{SUFFIX}")):
+        for cold_path in map(glob.escape, self._cold_paths):
+            for path in (path for below in _NAMESPACES for path in glob.glob(os.path.join(cold_path, *below, _LOGS))):
                 begin = self._read_to.get(path, 0)
                 with contextlib.suppress(OSError), open(path, "rb") as file:
                     if os.fstat(file.fileno()).st_size <= begin:

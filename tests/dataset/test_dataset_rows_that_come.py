@@ -25,7 +25,8 @@ class Server:
 
     def __init__(self, cold_path: Path) -> None:
         self._writer = Writer(cold_path).__enter__()
-        self._log = RecordWriter(self._writer.directory, 0o700)
+        self.directory = self._writer.directory
+        self._log = RecordWriter(self.directory, 0o700)
         self.requests = 0
 
     def generate(self, ids: list[int]) -> None:
@@ -96,6 +97,17 @@ def test_a_worker_that_is_older_than_the_rows_finds_them(server: Server, cold_pa
     epoch(live, server)
     epoch(other, server)
     assert server.requests == len(ROWS)
+
+
+def test_a_second_process_on_the_same_cold_path_is_followed_too(cold_path: Path, tmp_path: Path) -> None:
+    with Writer(cold_path) as first:
+        server = Server(cold_path)
+        assert server.directory == f"{first.directory}/p1"
+        live = transfer(cold_path, tmp_path)
+        epoch(live, server)
+        epoch(live, server)
+        server.close()
+        assert server.requests == len(ROWS)
 
 
 def test_a_cold_path_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
