@@ -2,9 +2,10 @@
 
 Usage: python scripts/many_files.py [COUNT] --dir DIR
 
-Makes COUNT valid files (default 10,000,000) below DIR, 4 KiB of disk and an inode each, or takes those that a run before
-has left there; empties the kernel's caches (as root), opens a store, asks for one chunk until it is served, and waits until
-every header is known. A thread that only sleeps 1 ms at a time tells how long the interpreter was held. The files stay.
+Makes COUNT valid files (default 10,000,000) below DIR, 4 KiB of disk and an inode each, or takes those that a run
+before has left there; empties the kernel's caches (as root), opens a store, asks for one chunk until it is served, and
+waits until every header is known. A thread that only sleeps 1 ms at a time tells how long the interpreter was held. The
+files stay.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def main() -> None:
     parser.add_argument("--dir", required=True, help="where the files are, or will be")
     options = parser.parse_args()
     os.makedirs(options.dir, exist_ok=True)
-    config = TieredConfig(cold_path=options.dir, max_cold_size=shutil.disk_usage(options.dir).total / GIB, min_free_disk=0)
+    whole_disk = shutil.disk_usage(options.dir).total / GIB
+    config = TieredConfig(cold_path=options.dir, max_cold_size=whole_disk, min_free_disk=0)
     store = TieredStore(config, 1 << 20, IDENT)
     directory = store.directory
     store.close()
