@@ -17,7 +17,7 @@
 #
 # DRAFTERS names the sets to train on (default: chunks hf wrong-last chunks-2; wrong-aux is there, too). VLLM_PYTHON:
 # scripts/vllm_env.sh makes one; TRAINER_PYTHON: a Python with speculators 0.9 and this package's needs, as
-# scripts/check_trainers.sh makes. By the CPU time of a smaller run the defaults take some 70 minutes on two free cores.
+# scripts/check_trainers.sh makes. The defaults took 95 minutes on two cores beside a test suite, at a load of 4 to 12.
 set -euo pipefail
 if [ $# != 4 ]; then
     sed -n '2,22p' "$0" | cut -c3- >&2
