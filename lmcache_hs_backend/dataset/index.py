@@ -8,6 +8,7 @@ vanishes or is no chunk is counted, never an error.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from lmcache_hs_backend.format.layout import ARCHIVE, SEQUENCES, chunk_path
 from lmcache_hs_backend.format.namespace import NamespaceDirectory
 from lmcache_hs_backend.format.reader import ChunkInfo, ColdTierReader, NotAColdPath, ReadHeaders
 from lmcache_hs_backend.format.url_files import UrlFiles, UrlOptions, is_url
+
+logger = logging.getLogger(__name__)
 
 _IDS_BYTES = 1 << 30
 
@@ -87,6 +90,7 @@ class ChunkIndex:
         chunk_size: int | None = None,
         urls: UrlOptions | None = None,
         known: ReadHeaders | None = None,
+        later: bool = False,
     ) -> None:
         """Read every header.
 
@@ -98,6 +102,7 @@ class ChunkIndex:
             chunk_size: Which chunks, where there are several sizes, which would give every sequence once for each.
             urls: How URLs among the cold paths are read.
             known: Headers of objects from an earlier reading, which are not read again; takes in those of this one.
+            later: Whether a cold path may have nothing in it yet, or not be there, as long as another has chunks.
 
         Raises:
             DatasetError: A path is no cold path, the rows of several models or chunks of several sizes would be
@@ -118,7 +123,7 @@ class ChunkIndex:
         self._spaces: dict[tuple[Any, ...], int] = {}
         self._captures: dict[str, str] = {}
         try:
-            self.chunks = self._link(self._look_through(cold_paths, model, looked_at, chunk_size, known))
+            self.chunks = self._link(self._look_through(cold_paths, model, looked_at, chunk_size, known, later))
         except BaseException:
             self.close()
             raise
@@ -130,6 +135,7 @@ class ChunkIndex:
         looked_at: Callable[[int], None],
         chunk_size: int | None,
         known_headers: ReadHeaders | None,
+        later: bool,
     ) -> dict[tuple[int, bytes, int], _Found]:
         """Read every header. Raises DatasetError."""
         found: dict[tuple[int, bytes, int], _Found] = {}
@@ -137,12 +143,13 @@ class ChunkIndex:
         known: set[str] = set()
         directories: set[str] = set()
         for cold_path in cold_paths:
-            if "://" not in cold_path and not os.path.isdir(os.path.expanduser(cold_path)):
-                raise NothingThere(f"{cold_path} is not a directory; name a cold path, as in the setting cold_path")
             try:
-                reader = ColdTierReader(cold_path, files=self.files)
-            except NotAColdPath as error:
-                raise NothingThere(str(error)) from None
+                reader = self._opened(cold_path)
+            except NothingThere as error:
+                if later and len(cold_paths) > 1:
+                    logger.info("%s; it is looked at again when rows come", error)
+                    continue
+                raise
             where = os.path.realpath(reader.cold_path) if reader.source.is_local else reader.cold_path
             if where in seen:
                 continue
@@ -178,6 +185,15 @@ class ChunkIndex:
             which += "" if chunk_size is None else f" (of {chunk_size} tokens, as --chunk-size says)"
             raise NothingThere(f"there is no readable chunk{which} in {', '.join(cold_paths)}")
         return found
+
+    def _opened(self, cold_path: str) -> ColdTierReader:
+        """Raises NothingThere."""
+        if "://" not in cold_path and not os.path.isdir(os.path.expanduser(cold_path)):
+            raise NothingThere(f"{cold_path} is not a directory; name a cold path, as in the setting cold_path")
+        try:
+            return ColdTierReader(cold_path, files=self.files)
+        except NotAColdPath as error:
+            raise NothingThere(str(error)) from None
 
     @classmethod
     def from_plan(

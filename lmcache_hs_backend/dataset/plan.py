@@ -46,6 +46,7 @@ class Choice:
     shard: tuple[int, int] = (1, 1)
     limit: int | None = None
     urls: UrlOptions | None = None  # how cold paths are read that are URLs
+    later: bool = False  # a cold path may have nothing in it yet, or not be there, as long as another has chunks
 
     @property
     def mask_kind(self) -> str:
@@ -149,8 +150,9 @@ def make_plan(
     """
     masks, prepared = _masks(choice)
     index = ChunkIndex(
-        choice.cold_paths, choice.model, looked_at, chunk_size=choice.chunk_size, urls=choice.urls, known=known
-    )
+        choice.cold_paths, choice.model, looked_at,
+        chunk_size=choice.chunk_size, urls=choice.urls, known=known, later=choice.later,
+    )  # fmt: skip
     try:
         return _find_samples(choice, masks, prepared, index)
     except BaseException:

@@ -8,6 +8,7 @@ looked for in the cold paths by their token ids, and assembled when the trainer 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import math
 import os
@@ -64,7 +65,7 @@ class TieredTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         Raises:
             DatasetError: The dataset or the cold paths cannot be used.
         """
-        self._choice = choice
+        self._choice = dataclasses.replace(choice, later=may_be_empty)
         self._final_norm = final_norm
         self._index: ChunkIndex | None = None
         self._reader: RowReader | None = None

@@ -114,6 +114,16 @@ def test_a_disk_and_a_bucket_are_followed_together(url: str, tmp_path: Path) -> 
     live.close()
 
 
+def test_the_rows_of_a_disk_are_there_while_the_bucket_beside_it_is_empty(url: str, tmp_path: Path) -> None:
+    with Writer(tmp_path / "own", revision="abc") as writer:
+        writer.put(ROWS[0])
+    live = transfer(tmp_path, str(tmp_path / "own"), url, str(tmp_path / "later"))
+    assert found(live) == [0]
+    put(url, tmp_path / "node", ROWS[1])
+    wait_until(lambda: found(live) == [0, 1])
+    live.close()
+
+
 def test_without_news_nothing_is_looked_through_and_between_listings_nothing_is_asked(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
