@@ -76,16 +76,18 @@ class InterruptedThread:
 
 def run_interrupted(threads: Sequence[InterruptedThread], seconds: float) -> None:
     """Run them side by side, each interrupted for so long. Raises what one of their steps has raised."""
-    # An interrupt within a ``__del__`` or a callback of the garbage collector goes to this hook, in the thread that is
-    # being interrupted. pytest's own, in Python, would be interrupted in turn, and fail the test.
-    unraisable = deque[Any]()
-    hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
+    # An interrupt within a ``__del__`` or a callback of the garbage collector goes to the first of these hooks, and a
+    # second one while a thread deals with the first goes to the other, in the interrupted thread. pytest's own, in
+    # Python, would be interrupted in turn, and fail the test.
+    uncaught = deque[Any]()
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = threading.excepthook = uncaught.append
     try:
         side_by_side(lambda thread: thread.run(seconds), threads)
     finally:
-        sys.unraisablehook = hook
+        sys.unraisablehook, threading.excepthook = hooks
     problems = [problem for thread in threads for problem in thread.problems]
-    problems += [found.exc_value for found in unraisable if found.exc_type is not Interrupt]
+    problems += [found.exc_value for found in uncaught if found.exc_type is not Interrupt]
     if problems:
         raise problems[0]
 
