@@ -95,13 +95,14 @@ def open_prepared(path: str) -> Prepared:
         raise DatasetError(f"dataset:{path} does not exist; name a datasets folder, a JSONL or a Parquet file")
     try:
         with open(path, "rb") as file:
-            start = file.read(4)
+            start = file.read(64)
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror}") from None
-    if path.endswith(".parquet") or start == b"PAR1":
+    if path.endswith(".parquet") or start.startswith(b"PAR1"):
         return _Parquet(path)
+    start = b"".join(start.removeprefix(b"\xef\xbb\xbf").split())  # whatever white space is between
     for begin, what in _OTHERS.items():
-        if start.removeprefix(b"\xef\xbb\xbf").startswith(begin):
+        if start.startswith(begin):
             raise DatasetError(f"{path} is {what}")
     return _JsonLines(path)
 
@@ -110,7 +111,7 @@ def open_prepared(path: str) -> Prepared:
 _OTHERS = {
     b"\x1f\x8b": "gzipped, and rows are read in any order: unpack it first (gunzip)",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first (zstd -d)",
-    b"[": "one JSON array, but has to have an object in each line (jq -c '.[]' makes that of it)",
+    b"[{": "one JSON array, but has to have an object in each line (jq -c '.[]' makes that of it)",
 }
 
 
