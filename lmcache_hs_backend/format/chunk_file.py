@@ -261,7 +261,7 @@ def _grow(files: FileLayer, fd: int, preamble: bytes, size: int) -> bytes:
     if size <= len(preamble):
         return preamble
     more = bytearray(size - len(preamble))
-    _read_exactly(files, fd, [memoryview(more)], len(preamble))
+    read_exactly(files, fd, [memoryview(more)], len(preamble))
     return preamble + more if preamble else bytes(more)
 
 
@@ -271,7 +271,7 @@ def read_layers(files: FileLayer, fd: int, layout: FileLayout) -> list[tuple[Lay
     Checksums are not compared. Raises BadChunk or OSError.
     """
     rows = [(spec, bytearray(spec.nbytes(layout.num_tokens))) for spec in layout.layers]
-    _read_exactly(files, fd, [memoryview(data) for _, data in rows], layout.preamble_bytes)
+    read_exactly(files, fd, [memoryview(data) for _, data in rows], layout.preamble_bytes)
     return rows
 
 
@@ -286,7 +286,7 @@ def digest_layers(files: FileLayer, fd: int, layout: FileLayout) -> Iterator[tup
         digest, end = xxhash.xxh3_64(), position + spec.nbytes(layout.num_tokens)
         while position < end:
             piece = buffer[: end - position]
-            _read_exactly(files, fd, [piece], position)
+            read_exactly(files, fd, [piece], position)
             digest.update(piece)
             position += len(piece)
         yield spec, digest.hexdigest()
@@ -345,11 +345,11 @@ def fetch(
                         position = reached
                     batch.append(view)
                 elif batch:
-                    _read_exactly(files, fd, batch, position)
+                    read_exactly(files, fd, batch, position)
                     batch = []
                 reached += spec.nbytes(layout.num_tokens)
             if batch:
-                _read_exactly(files, fd, batch, position)
+                read_exactly(files, fd, batch, position)
     finally:
         files.close(fd)
     return bytes(preamble)
@@ -411,6 +411,7 @@ def _verify_rows(header: Header, rows: Mapping[int, memoryview]) -> None:
         verify_tensor(layer_tensor(layer_idx), view, header.checksums)
 
 
-def _read_exactly(files: FileLayer, fd: int, views: Sequence[memoryview], offset: int) -> None:
+def read_exactly(files: FileLayer, fd: int, views: Sequence[memoryview], offset: int) -> None:
+    """Fill all of ``views`` from ``offset`` on, also where the disk moves less at a time. Raises BadChunk, or OSError."""
     if not _transfer(files.preadv, fd, views, offset):
         raise BadChunk("short", "the file ends before its rows do")

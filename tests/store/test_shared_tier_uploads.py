@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_hs_backend.format.chunk_file import FileLayer
 from lmcache_hs_backend.format.reader import ColdTierReader
 from lmcache_hs_backend.tiers.flows.share import Share
 from lmcache_hs_backend.tiers.shared.bucket import Bucket
@@ -57,6 +58,21 @@ def test_a_node_that_loses_its_disk_serves_on_and_a_lost_upload_is_made_up_for(
     with opened(tmp_path / "a", ident=MODEL, **shared) as a:
         for each in (p, late):
             assert torch.equal(a.retrieve(each.refs, [0], None)[0], honest_rows(each.ids))
+
+
+def test_a_disk_that_gives_less_at_a_time_than_it_was_asked_for_uploads_as_well(
+    tmp_path: Path, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv, pread = os.preadv, os.pread
+    monkeypatch.setattr(FileLayer, "preadv", staticmethod(lambda fd, views, at: preadv(fd, [views[0][:1000]], at)))
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: pread(fd, min(count, 1000), at))
+    p = prompt(2)
+    with opened(tmp_path / "a", ident=MODEL, **shared) as a:
+        a.store(p.refs, p.bytes, {0: honest_rows(p.ids)})
+        uploaded(a, 2)
+    monkeypatch.undo()
+    with opened(tmp_path / "b", ident=MODEL, **shared) as b:
+        assert torch.equal(b.retrieve(p.refs, [0], None)[0], honest_rows(p.ids))
 
 
 def test_what_was_stored_while_the_bucket_was_down_is_uploaded_when_it_is_back(tmp_path: Path) -> None:

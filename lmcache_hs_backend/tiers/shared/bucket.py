@@ -18,7 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from lmcache_hs_backend.chunk import ChunkMeta, LayerSpec
-from lmcache_hs_backend.format.chunk_file import FileLayer, open_regular, read_header
+from lmcache_hs_backend.format.chunk_file import FileLayer, open_regular, read_exactly, read_header
 from lmcache_hs_backend.format.header import (
     TOKEN_IDS,
     BadChunk,
@@ -142,7 +142,8 @@ class Bucket:
             at = header.layout.preamble_bytes
             for spec in header.layout.layers:
                 nbytes = spec.nbytes(header.layout.num_tokens)
-                rows[spec] = memoryview(os.pread(fd, nbytes, at))
+                rows[spec] = memoryview(bytearray(nbytes))
+                read_exactly(self._files, fd, [rows[spec]], at)
                 verify_tensor(layer_tensor(spec.layer_idx), rows[spec], header.checksums)
                 at += nbytes
         finally:
