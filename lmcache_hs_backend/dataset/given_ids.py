@@ -43,7 +43,7 @@ def ids_of(value: object, name: str) -> list[int]:
     """Token ids, from a column of that name."""
     ids = flat(value)
     if ids is None:
-        raise ValueError(f"{name} is {value!r:.40}, not a list of integers, flat or [1, N]")
+        raise ValueError(f"{name} are {value!r:.40}, not a list of integers, flat or [1, N]")
     for item in ids:
         if type(item) is not int or abs(item) >= 2**63:
             raise ValueError(f"{name} has {item!r:.40}, which is no token id")
