@@ -412,6 +412,6 @@ def _verify_rows(header: Header, rows: Mapping[int, memoryview]) -> None:
 
 
 def read_exactly(files: FileLayer, fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Fill all of ``views`` from ``offset`` on, also where the disk moves less at a time. Raises BadChunk, or OSError."""
+    """Fill all of ``views`` from ``offset`` on, also where a disk moves less at a time. Raises BadChunk or OSError."""
     if not _transfer(files.preadv, fd, views, offset):
         raise BadChunk("short", "the file ends before its rows do")
