@@ -95,21 +95,27 @@ class Recover:
     async def read_headers(self) -> None:
         """Read what the scan has left unread, most recently used first. What a failing disk hides stays unread."""
         found, self._found = self._found, FoundChunks()
-        await self._read(found.names_by_use(_HEADERS_PER_HOP))
+        await self._read(self._unread(names) for names in found.names_by_use(_HEADERS_PER_HOP))
 
     async def read_left_headers(self) -> None:
         """Read what is unread still, in no order: a disk had failed, or a file was damaged."""
-        names = list(self._core.state.entries)  # one step of the interpreter; what changes meanwhile is looked at again
-        await self._read(_batches(names, _HEADERS_PER_HOP))
+        loop, entries = asyncio.get_running_loop(), self._core.state.entries
+        # Copying the names is one step of the interpreter; what changes meanwhile is looked at again.
+        unread = await loop.run_in_executor(self._executor, lambda: self._unread(list(entries)))
+        await self._read(_batches(unread, _HEADERS_PER_HOP))
 
-    async def _read(self, batches: Iterable[list[bytes]]) -> None:
-        loop, core = asyncio.get_running_loop(), self._core
-        for names in batches:
-            if not core.disk.health.readable:
+    def _unread(self, names: Iterable[bytes]) -> list[ChunkEntry]:
+        """Of these, the chunks in the cold order whose header is to be read: no rows of them wait to be written."""
+        found = map(self._core.state.entries.get, names)
+        return [entry for entry in found if entry is not None and entry.file is UNREAD and entry.older is not None]
+
+    async def _read(self, batches: Iterable[list[ChunkEntry]]) -> None:
+        loop = asyncio.get_running_loop()
+        for batch in batches:
+            if not self._core.disk.health.readable:
                 return
-            entries = [entry for entry in map(core.state.entries.get, names) if entry is not None and _is_unread(entry)]
-            if entries:
-                await loop.run_in_executor(self._executor, self._read_batch, entries)
+            if batch:
+                await loop.run_in_executor(self._executor, self._read_batch, batch)
 
     async def trim(self) -> None:
         """Bring what was found under the limit, which may be lower than it was."""
@@ -180,11 +186,6 @@ class Recover:
 
     def _trim_batch(self) -> bool:
         return all(self._room.trim() for _ in range(_TRIMMED_PER_HOP))
-
-
-def _is_unread(entry: ChunkEntry) -> bool:
-    """Whether its header is to be read, and it is in the cold order: no rows of it wait to be written."""
-    return entry.file is UNREAD and entry.older is not None
 
 
 def _remove(path: str) -> None:
