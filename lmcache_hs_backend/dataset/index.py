@@ -150,10 +150,9 @@ class ChunkIndex:
                     logger.info("%s; it is looked at again when rows come", error)
                     continue
                 raise
-            where = os.path.realpath(reader.cold_path) if reader.source.is_local else reader.cold_path
-            if where in seen:
+            if reader.place in seen:
                 continue
-            seen.add(where)
+            seen.add(reader.place)
             for info in self._chunks_of(reader, known_headers):
                 label = model_label(info.namespace.record)
                 known.add(label)

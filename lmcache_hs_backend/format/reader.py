@@ -156,6 +156,11 @@ class ColdTierReader:
         if not self.namespaces:
             raise NotAColdPath(self._why_not(cold_path))
 
+    @property
+    def place(self) -> str:
+        """The same for two readers of one cold path, however it was named: the directory without links, or the URL."""
+        return os.path.realpath(self.cold_path) if self.source.is_local else self.cold_path
+
     def chunks(self, known: ReadHeaders | None = None) -> Iterator[ChunkInfo]:
         """Every chunk, archived ones included, in the order of the directories, with token ids. Streams.
 

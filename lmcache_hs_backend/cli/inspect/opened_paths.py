@@ -163,11 +163,9 @@ def _open_several(args: argparse.Namespace) -> Sources:
         except (NotAColdPath, ConfigError) as error:
             not_read[address_of(path)] = str(error)
             continue
-        where = os.path.realpath(reader.cold_path) if reader.source.is_local else reader.cold_path
-        if where in readers and not args.quiet:
-            first = readers[where].cold_path
-            print(f"note: {printable(path)} was named before, as {printable(first)}", file=sys.stderr)
-        readers.setdefault(where, reader)
+        first = readers.setdefault(reader.place, reader)
+        if first is not reader and not args.quiet:
+            print(f"note: {printable(path)} was named before, as {printable(first.cold_path)}", file=sys.stderr)
     if not readers:
         raise CommandError("; ".join(not_read.values()))
     for why in not_read.values():
