@@ -133,6 +133,11 @@ class StoreDebug:
         with self._core.lock, self._core.step:
             return len(self._core.state.calls)
 
+    def clearing(self) -> bool:
+        """Whether everything was cleared, and the files are not in the trash yet."""
+        with self._core.lock, self._core.step:
+            return self._core.state.purge_pending
+
     def undeleted(self) -> set[bytes]:
         """Names of dropped chunks whose files could not be deleted so far."""
         with self._core.lock, self._core.step:

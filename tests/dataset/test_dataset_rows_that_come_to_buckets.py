@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from lmcache_hs_backend.format.objects import Found, Objects, Reply
 from tests.support.dataset_capture import Writer, ids_of, stacked_of
-from tests.support.seaweed import BUCKET, SeaweedServer
+from tests.support.seaweed import BUCKET, SeaweedServer, reader_threads
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
@@ -36,13 +35,10 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
 @pytest.fixture(autouse=True)
 def _environment(weed: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The bucket's keys; and whoever has read in this process has closed what it read."""
-    options = weed.options()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint"])
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in (weed.variables() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
     yield
-    wait_until(lambda: not any(thread.name.startswith("hs-objects") for thread in threading.enumerate()), 60)
+    wait_until(lambda: not reader_threads(), 60)
 
 
 @pytest.fixture(params=["s3", "file"])

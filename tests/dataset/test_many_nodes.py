@@ -9,7 +9,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lmcache_hs_backend.dataset.journal import STATE
 from lmcache_hs_backend.format.objects import Objects
 from tests.support.dataset_capture import AUX, LAST, Writer, ids_of, stacked_of
 from tests.support.ray_cluster import ray_cluster
-from tests.support.seaweed import BUCKET, SeaweedServer
+from tests.support.seaweed import BUCKET, SeaweedServer, reader_threads
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
@@ -56,13 +55,10 @@ def nodes(weed: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) -> tupl
 @pytest.fixture(autouse=True)
 def _keys(weed: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The bucket's keys. Whoever has read in this process has closed what it read, so no thread is left."""
-    options = weed.options()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint"])
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in (weed.variables() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
     yield
-    wait_until(lambda: not readers_threads(), 60)
+    wait_until(lambda: not reader_threads(), 60)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -70,11 +66,6 @@ def contents(out: Path) -> dict[str, bytes]:
     files = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     manifest = json.loads(files.pop("manifest.json"))
     return files | {"samples": json.dumps(manifest["samples"]).encode()}
-
-
-def readers_threads() -> list[str]:
-    """Of readers of URLs in this process."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-objects")]
 
 
 @pytest.mark.slow
@@ -157,7 +148,7 @@ def test_a_dataset_reads_urls_in_spawned_workers_and_says_why_not_in_forked_ones
         forked = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
         with pytest.raises(Unreachable, match="spawn or forkserver"):
             next(iter(forked))
-    wait_until(lambda: not readers_threads())
+    wait_until(lambda: not reader_threads())
 
 
 def test_an_object_that_was_deleted_rejects_its_samples_only(
@@ -232,7 +223,7 @@ def test_speculators_trains_from_urls_what_it_would_from_disks(
         assert two["token_ids"].tolist() == ids
         assert all(torch.equal(one[key], two[key]) for key in one)
     urls.close()
-    wait_until(lambda: not readers_threads())
+    wait_until(lambda: not reader_threads())
     again = urls.get_cached(0)
     assert again is not None
     assert again["token_ids"].tolist() == CONVERSATIONS[0], "closed readers read on, by new threads"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from lmcache_hs_backend.format.objects import Found, Objects, Reply
 from lmcache_hs_backend.format.reader import ColdTierReader
 from tests.support.dataset_capture import Writer, ids_of
 from tests.support.inspecting import environment, fails, inspect, inspect_json
-from tests.support.seaweed import BUCKET, SeaweedServer
+from tests.support.seaweed import BUCKET, SeaweedServer, reader_threads
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
@@ -108,25 +107,22 @@ def test_the_usual_variables_do_instead_of_options_and_a_file_too(filled: Filled
 
 
 def test_who_has_read_a_bucket_leaves_no_threads(filled: Filled, capsys: pytest.CaptureFixture[str]) -> None:
-    def threads() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-objects")]
-
     with ColdTierReader(filled.url, shared_options=filled.options) as reader:
         assert len(list(reader.chunks())) == 30
-        assert threads()
-    wait_until(lambda: not threads())
+        assert reader_threads()
+    wait_until(lambda: not reader_threads())
     assert len(list(reader.chunks())) == 30, "a closed reader reads on, by new threads"
-    assert threads()
+    assert reader_threads()
     reader.close()
-    wait_until(lambda: not threads())
+    wait_until(lambda: not reader_threads())
     gone = pytest.raises(OSError, match="must go on")
     with gone, ColdTierReader(filled.url, shared_options=filled.options) as reader:
         next(reader.chunks())
         raise OSError("must go on")
-    wait_until(lambda: not threads())
+    wait_until(lambda: not reader_threads())
     for command in ("list", "tree", "verify"):
         assert main([command, *filled.arguments]) == 0
-        wait_until(lambda: not threads())
+        wait_until(lambda: not reader_threads())
     capsys.readouterr()
 
 

@@ -48,6 +48,7 @@ import sys
 sys.path[:0] = {sys.path!r}
 import torch
 from tests.support.disks import FaultyDisk
+from tests.support.processes import become_nobody
 from tests.support.prompts import *
 from tests.support.waiting import wait_until
 """
@@ -439,10 +440,7 @@ def test_a_folder_whose_files_may_not_be_looked_at_is_passed_over_and_the_rest_i
     program("""
 import os, tempfile
 from pathlib import Path
-folder = tempfile.mkdtemp()
-os.chmod(folder, 0o777)
-os.setgid(54321)
-os.setuid(54321)
+folder = become_nobody()
 with opened(folder) as store:
     for _ in range(4):
         p, x = prompt(2), rows(2 * CHUNK)
@@ -488,10 +486,7 @@ def test_where_no_more_threads_start_the_setting_is_named() -> None:
     program("""
 import os, resource, tempfile, threading
 from lmcache_hs_backend.config import ConfigError
-folder = tempfile.mkdtemp()
-os.chmod(folder, 0o777)
-os.setgid(54321)
-os.setuid(54321)
+folder = become_nobody()
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 try:
     TieredStore(settings(folder), 8 * LAYER_BYTES, IDENT)

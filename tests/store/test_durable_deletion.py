@@ -284,7 +284,7 @@ def test_a_clear_while_chunks_are_adopted_leaves_none_of_them(tmp_path: Path) ->
         assert disk.entered.wait(10)
         clearing = threading.Thread(target=first.clear)
         clearing.start()
-        wait_until(lambda: first._core.state.purge_pending)
+        wait_until(first.debug.clearing)
         disk.go.set()
         clearing.join(20)
         left = Path(first.directory).glob("**/*.safetensors")
@@ -302,10 +302,7 @@ def test_a_clear_while_chunks_are_adopted_leaves_none_of_them(tmp_path: Path) ->
 def test_a_clear_that_cannot_list_its_directory_says_so_and_is_finished_later() -> None:
     program("""
 import logging, os, tempfile
-folder = tempfile.mkdtemp()
-os.chmod(folder, 0o777)
-os.setgid(54321)
-os.setuid(54321)
+folder = become_nobody()
 with opened(folder) as store:
     p, x = on_disk(store, 4)
     os.chmod(store.directory, 0o300)
@@ -313,7 +310,7 @@ with opened(folder) as store:
     assert store.stats()["errors_clear"] == 1
     assert store.retrieve(p.refs, [0]) == {}
     os.chmod(store.directory, 0o700)
-    wait_until(lambda: not store._core.state.purge_pending)
+    wait_until(lambda: not store.debug.clearing())
 with opened(folder) as store:
     assert store.retrieve(p.refs, [0]) == {}
 """)

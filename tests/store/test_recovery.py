@@ -230,10 +230,7 @@ def test_a_neighbour_whose_trash_may_not_be_listed_does_not_end_the_start() -> N
     program("""
 import dataclasses, os, tempfile
 from pathlib import Path
-folder = tempfile.mkdtemp()
-os.chmod(folder, 0o777)
-os.setgid(54321)
-os.setuid(54321)
+folder = become_nobody()
 with opened(folder) as store:
     p, x = on_disk(store, 4)
 with opened(folder, ident=dataclasses.replace(IDENT, model="org/other")) as other:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,15 @@ def takes_sigint() -> None:
     it starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def become_nobody() -> str:
+    """This process, which root has started, becomes a user that may do nothing: a new directory that it may write."""
+    folder = tempfile.mkdtemp()
+    os.chmod(folder, 0o777)
+    os.setgid(54321)
+    os.setuid(54321)
+    return folder
 
 
 class Process(Protocol):

